@@ -1,0 +1,151 @@
+// exp2, softplus and silu: one definition for every kernel, so that a scan and a step agree to the bit.
+//
+// They are our own, from fused multiply-adds and (in float32) the chip's ex2 and rcp, because the bits must not
+// change with the compiler's mathematics library. Largest relative errors, counted beside each.
+#pragma once
+#include "item_types.cuh"
+
+constexpr double kLog2E = 1.4426950408889634;
+
+// 2^x; float32: 2^-22.5 (the chip's ex2), results below 2^-126 are 0.
+__device__ __forceinline__ float exp2_of(float x) {
+#ifdef __CUDA_ARCH__
+  float value;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+  return value;
+#else
+  return exp2f(x);
+#endif
+}
+
+// 2^x in float64: 2^(n + f) with |f| <= 1/2, Taylor's polynomial of exp(f ln 2) to the 13th power (4e-18), and
+// the power of two multiplied in two halves, so that subnormal results are right.
+__device__ __forceinline__ double exp2_of(double x) {
+  if (x != x) return x;
+  x = fmin(fmax(x, -1100.0), 1100.0);
+  double whole = rint(x);
+  double r = (x - whole) * 0.6931471805599453;
+  double p = 1.6059043836821613e-10;
+  p = fma(p, r, 2.08767569878681e-09);
+  p = fma(p, r, 2.505210838544172e-08);
+  p = fma(p, r, 2.755731922398589e-07);
+  p = fma(p, r, 2.7557319223985893e-06);
+  p = fma(p, r, 2.48015873015873e-05);
+  p = fma(p, r, 1.984126984126984e-04);
+  p = fma(p, r, 1.388888888888889e-03);
+  p = fma(p, r, 8.333333333333333e-03);
+  p = fma(p, r, 4.1666666666666664e-02);
+  p = fma(p, r, 1.6666666666666666e-01);
+  p = fma(p, r, 0.5);
+  p = fma(p, r, 1.0);
+  p = fma(p, r, 1.0);
+  int n = (int)whole, half = n / 2;
+  double scale = __longlong_as_double((long long)(half + 1023) << 52);
+  double other = __longlong_as_double((long long)(n - half + 1023) << 52);
+  return p * scale * other;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+#ifdef __CUDA_ARCH__
+  float value;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+  return value;
+#else
+  return 1.0f / x;
+#endif
+}
+__device__ __forceinline__ double reciprocal(double x) { return 1.0 / x; }
+
+// log(1 + e) for 0 <= e <= 1, by s = e / (2 + e) and 2 artanh(s) = 2 s (1 + p/3 + p^2/5 + ...), p = s^2 <= 1/9:
+// relative error 2^-22 in float32 down to the smallest e, where log(1 + e) itself would be 0.
+__device__ __forceinline__ float log1p_of(float e) {
+  float s = e * reciprocal(2.0f + e);
+  float p = s * s;
+  float q = 0.13433773815631866f;  // least-squares coefficients on Chebyshev nodes, error 1.6e-8
+  q = fmaf(q, p, 0.14116978645324707f);
+  q = fmaf(q, p, 0.2000383585691452f);
+  q = fmaf(q, p, 0.33333319425582886f);
+  return 2.0f * fmaf(s * p, q, s);
+}
+__device__ __forceinline__ double log1p_of(double e) {
+  double s = e / (2.0 + e);
+  double p = s * s;
+  double q = 1.0 / 35.0;  // the series itself; what is left out is below 1e-18
+#pragma unroll
+  for (int odd = 33; odd >= 3; odd -= 2) q = fma(q, p, 1.0 / odd);
+  return 2.0 * fma(s * p, q, s);
+}
+
+// log(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)). Far below 0 the relative error grows as |x| 2^-23, as the
+// rounding of x itself does.
+template <class R>
+__device__ __forceinline__ R softplus(R x) {
+  R magnitude = x < R(0) ? -x : x;
+  R tail = log1p_of(exp2_of(magnitude * R(-kLog2E)));
+  return x > R(0) ? x + tail : (x == x ? tail : x);
+}
+
+// x * sigmoid(x), the sigmoid from exp(-|x|) so that it neither overflows nor cancels.
+template <class R>
+__device__ __forceinline__ R silu(R x) {
+  R magnitude = x < R(0) ? -x : x;
+  R e = exp2_of(magnitude * R(-kLog2E));
+  return x * (x < R(0) ? e : R(1)) * reciprocal(R(1) + e);
+}
+
+// NaN stays NaN: a comparison with NaN is false on both sides.
+template <class R>
+__device__ __forceinline__ R clip(R x, R lowest, R highest) {
+  x = x < lowest ? lowest : x;
+  return x > highest ? highest : x;
+}
+
+// cos(x) and sin(x) to 2^-23 of the unit circle: x is reduced to |r| <= pi/4 by three exact-product steps, beyond
+// 8192 in float64; beyond 1e12 a float32's spacing is many turns, and the angle is taken as 0.
+__device__ __forceinline__ complex<float> unit_at_angle(float x) {
+  float r;
+  int quarter;
+  if (fabsf(x) <= 8192.0f) {
+    float k = rintf(x * 0.6366197723675814f);
+    r = fmaf(k, -1.570796251296997f, x);
+    r = fmaf(k, -7.549790126404332e-08f, r);
+    quarter = (int)k;
+  } else if (fabsf(x) <= 1e12f) {
+    double k = rint((double)x * 0.6366197723675814);
+    double reduced = fma(k, -1.5707963267948966, (double)x);
+    r = (float)fma(k, -6.123233995736766e-17, reduced);
+    quarter = (int)((long long)k & 3);
+  } else {
+    r = x - x;  // 0, or NaN where x is not finite
+    quarter = 0;
+  }
+  float p = r * r;
+  float s = 2.7557319e-06f;
+  s = fmaf(s, p, -1.9841270e-04f);
+  s = fmaf(s, p, 8.3333333e-03f);
+  s = fmaf(s, p, -1.6666667e-01f);
+  s = fmaf(s * p, r, r);
+  float c = -2.7557319e-07f;
+  c = fmaf(c, p, 2.4801587e-05f);
+  c = fmaf(c, p, -1.3888889e-03f);
+  c = fmaf(c, p, 4.1666667e-02f);
+  c = fmaf(c, p, -0.5f);
+  c = fmaf(c, p, 1.0f);
+  float real = quarter & 1 ? s : c, imaginary = quarter & 1 ? c : s;
+  return {(quarter + 1) & 2 ? -real : real, quarter & 2 ? -imaginary : imaginary};
+}
+
+// The gate exp(delta * A), from A scaled beforehand: log2(e) A, and for complex A only its real part.
+__device__ __forceinline__ float scale_rate(float A) { return A * (float)kLog2E; }
+__device__ __forceinline__ double scale_rate(double A) { return A * kLog2E; }
+__device__ __forceinline__ complex<float> scale_rate(complex<float> A) { return {A.re * (float)kLog2E, A.im}; }
+
+template <class R>
+__device__ __forceinline__ R gate_of(R delta, R scaled_rate) {
+  return exp2_of(delta * scaled_rate);
+}
+__device__ __forceinline__ complex<float> gate_of(float delta, complex<float> scaled_rate) {
+  float size = exp2_of(delta * scaled_rate.re);
+  complex<float> unit = unit_at_angle(delta * scaled_rate.im);
+  return {size * unit.re, size * unit.im};
+}

@@ -1,0 +1,25 @@
+// The one argument of every linear_scan kernel. _launch.py packs the same fields in the same order.
+#pragma once
+
+constexpr int kRowDims = 6;  // row axes after neighbours that can be one are merged; the last varies fastest
+
+// Where one array's items are, in bytes. A broadcast axis has stride 0. In reverse, `start` is the last step and `time`
+// is negated, so that the kernel only knows the direction of the scan.
+struct LinearArray {
+  char* start;  // may be null for gate, initial and last
+  long long time;
+  long long row[kRowDims];
+  long long packs;  // block schedule: may 16-byte accesses be used along time
+};
+
+struct LinearArgs {
+  LinearArray gate, input, initial, output, last;
+  char *summary_gate, *summary_input;  // accumulation type, see linear_scan.cu
+  double gate64[2];  // the gate where gate.start is null: real and imaginary part, in its accumulation type
+  float gate32[2];
+  long long length, rows, row_size[kRowDims];
+  long long chunk, chunks;  // steps a chunk, chunks a row; chunk * chunks >= length
+  long long summary_row, summary_chunk;  // strides of the summaries, in items
+  int row_dims, output_code;
+  int row_warps;  // block schedule: warps that share a row
+};

@@ -1,0 +1,40 @@
+// The one argument of every selective_scan kernel. _launch.py packs the same fields in the same order.
+// Strides are in bytes; an axis that an array lacks has stride 0. In reverse, `start` is the last step and the time
+// strides are negated, so that the kernel only knows the direction of the scan.
+#pragma once
+
+// (batch, length, channels): u, delta, z, output.
+struct SequenceArray {
+  char* start;
+  long long batch, time, channel;
+  int wide;    // items of 4 bytes (float32) where u has 2; delta may be either
+  int vector;  // two neighbours along the fast axis lie in one aligned word pair, and exist both or not at all;
+               // for the output also: items are of the type of u
+};
+
+// B and C: (batch, length, groups, state), or (channels, state) where constant in time.
+struct CoupleArray {
+  char* start;
+  long long batch, time, group, channel, state;
+  int wide, time_fast;  // time_fast: time is the axis whose neighbours are closest
+  int code;
+};
+
+struct SelectiveArgs {
+  SequenceArray u, delta, z, output, partial_sum;
+  CoupleArray B, C;
+  char *A, *D, *delta_bias, *initial, *last;  // may be null, but for A
+  long long A_channel, A_state, D_channel, bias_channel;
+  long long initial_batch, initial_channel, initial_state;
+  char* seed;                          // (batch, chunks, state, channels): entry c is the state that leaves chunk c
+  char *summary_gate, *summary_input;  // of the same shape
+  long long batch, length, channels, state, groups;
+  long long first_state, slices;  // this launch's slices of the states
+  long long chunk, chunks;        // steps a chunk; chunk * chunks >= length
+  double limits64[2];
+  float limits32[2];  // delta_limit, in the type that it is applied in
+  int A_code, D_code, bias_code, output_code;
+  int adds_to_partial_sum, leaves_partial_sum;
+  int softplus, limited;
+  int time_fast;  // pairs of a tile lie along time ("bdl"), not along channels ("bld")
+};

@@ -1,0 +1,46 @@
+// Hillis-Steele inclusive scan of one value a lane over the 32 lanes of a warp, in five rounds of shuffles.
+//
+// Every lane takes part in every shuffle (full mask): the callers pad, they do not leave early. In round r a
+// lane combines the fold of the 2^r lanes that end 2^r below it with its own; a lane with no such neighbour
+// keeps its own value, so the identity never stands as the earlier operand.
+#pragma once
+#include "operators.cuh"
+
+constexpr unsigned kFullMask = 0xffffffffu;
+
+__device__ __forceinline__ float from_lane_below(float x, int distance) {
+  return __shfl_up_sync(kFullMask, x, distance);
+}
+__device__ __forceinline__ double from_lane_below(double x, int distance) {
+  return __shfl_up_sync(kFullMask, x, distance);
+}
+template <class R>
+__device__ __forceinline__ complex<R> from_lane_below(complex<R> x, int distance) {
+  return {from_lane_below(x.re, distance), from_lane_below(x.im, distance)};
+}
+template <class S>
+__device__ __forceinline__ Affine<S> from_lane_below(Affine<S> x, int distance) {
+  return {from_lane_below(x.gate, distance), from_lane_below(x.input, distance)};
+}
+
+__device__ __forceinline__ float from_last_lane(float x) { return __shfl_sync(kFullMask, x, 31); }
+__device__ __forceinline__ double from_last_lane(double x) { return __shfl_sync(kFullMask, x, 31); }
+template <class R>
+__device__ __forceinline__ complex<R> from_last_lane(complex<R> x) {
+  return {from_last_lane(x.re), from_last_lane(x.im)};
+}
+template <class S>
+__device__ __forceinline__ Affine<S> from_last_lane(Affine<S> x) {
+  return {from_last_lane(x.gate), from_last_lane(x.input)};
+}
+
+// Lane i gets the fold of lanes 0 to i, in their order.
+template <class Map>
+__device__ __forceinline__ Map warp_inclusive_scan(Map own, int lane) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    Map earlier = from_lane_below(own, distance);
+    if (lane >= distance) own = combine(earlier, own);
+  }
+  return own;
+}

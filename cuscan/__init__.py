@@ -1,0 +1,12 @@
+"""First-order recurrences h[t] = a[t] * h[t-1] + b[t] on GPU arrays, at the speed of the hardware.
+
+`linear_scan` runs the recurrence itself, `selective_scan` the state-space layer of Mamba, with everything between
+the inputs and y fused. Both take CuPy, NumPy and DLPack arrays. Importing this package imports NumPy alone.
+"""
+
+from . import ssm
+from .linear import linear_scan
+from .selective import selective_scan
+
+__version__ = "0.1.0"
+__all__ = ["linear_scan", "selective_scan", "ssm"]

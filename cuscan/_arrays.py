@@ -1,0 +1,337 @@
+"""Arrays in and out: kinds, dtype rules, checks and their messages, and the Place where a call works.
+
+Nothing here imports CuPy unless the caller has CuPy arrays. A kernel's view of an array is its address and its
+strides in bytes, which NumPy and CuPy arrays both have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import numbers
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import numpy as np
+
+from ._plan import DeviceLimits
+
+Array = Any  # a NumPy or CuPy array; the two share every attribute used here
+
+# Run-time names of item types; cuda_src/item_types.cuh has the same numbers.
+ITEM_CODE = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3, "complex64": 4, "complex128": 5}
+REAL = ("float16", "bfloat16", "float32", "float64")
+COMPLEX = ("complex64", "complex128")
+
+
+def accumulation(item: str) -> str:
+    """Name of the type that items of this type are computed in."""
+    return "float32" if item in ("float16", "bfloat16") else item
+
+
+def is_python_scalar(x: object) -> bool:
+    """Python and NumPy scalars, which take the type of the arrays beside them."""
+    return isinstance(x, (numbers.Number, np.generic)) and not isinstance(x, (bool, np.bool_))
+
+
+# --- Place -------------------------------------------------------------------------------------------------------
+
+
+class Modules(Protocol):
+    """Where kernels come from: CuPy, or the CPU executor."""
+
+    def get_function(self, source: Any, name: str) -> Callable[..., None]:
+        """Entry point `name` of the module that `source` compiles to."""
+
+
+class Place(Protocol):
+    """One device and stream with one allocator: where a call works."""
+
+    modules: Modules
+    limits: DeviceLimits
+
+    def allocate(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """An uninitialised C-contiguous array."""
+
+    def keep(self, *arrays: Array) -> None:
+        """The inputs of a call, before its launches."""
+
+    def pointer(self, array: Array) -> int:
+        """Address of the first item."""
+
+    def done(self) -> None:
+        """After the last launch of a call."""
+
+
+class CupyPlace:
+    """The device of the arrays, with CuPy's current stream and memory pool."""
+
+    # Foreign inputs (DLPack, __cuda_array_interface__) stay referenced until an event after the launches has passed.
+    _held: deque[tuple[Any, tuple[Array, ...]]] = deque()
+
+    def __init__(self, cupy: Any, device: int, foreign: tuple[Array, ...]) -> None:
+        from ._compile import cupy_limits, cupy_modules
+
+        self._cupy = cupy
+        self._foreign = foreign
+        self.limits = cupy_limits(device)
+        self.modules = cupy_modules(device)
+
+    def allocate(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return self._cupy.empty(shape, dtype)
+
+    def keep(self, *arrays: Array) -> None:
+        pass
+
+    def pointer(self, array: Array) -> int:
+        return int(array.data.ptr)
+
+    def done(self) -> None:
+        if self._foreign:
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record()
+            self._held.append((event, self._foreign))
+            while self._held and self._held[0][0].done:
+                self._held.popleft()
+
+
+# Set while NumPy arrays are to run the kernels on the CPU executor instead of reference.py.
+host_place: ContextVar[Callable[[], Place] | None] = ContextVar("host_place", default=None)
+
+
+class Call:
+    """The arrays of one call, of one kind, and the Place they belong to.
+
+    Arguments come in by `array`; `place` is None where NumPy arrays run in reference.py.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        self.xp: Any = np
+        self._arrays: dict[str, Array] = {}
+        self._foreign: list[Array] = []
+        self._device: int | None = None
+        kinds: dict[str, str] = {}
+        for name, x in arguments.items():
+            if x is None or is_python_scalar(x):
+                continue
+            kinds[name], self._arrays[name] = self._import(name, x)
+        if len(set(kinds.values())) > 1:
+            listed = ", ".join(f"{name} is {kind}" for name, kind in kinds.items())
+            raise TypeError(f"all arrays must be of one kind, but {listed}; nothing is moved between devices silently")
+        if "CuPy" in kinds.values():
+            self.xp = sys.modules["cupy"]
+            devices = {name: int(x.device.id) for name, x in self._arrays.items()}
+            if len(set(devices.values())) > 1:
+                listed = ", ".join(f"{name} on device {d}" for name, d in devices.items())
+                raise ValueError(f"all arrays must be on one device, but {listed}")
+            self._device = next(iter(devices.values()))
+
+    def _import(self, name: str, x: Any) -> tuple[str, Array]:
+        module = type(x).__module__.partition(".")[0]
+        if isinstance(x, np.ndarray):
+            return "NumPy", x
+        if module == "cupy" and hasattr(x, "data"):
+            return "CuPy", x
+        if module in ("torch", "jax", "jaxlib"):
+            raise TypeError(
+                f"{name} is a {type(x).__module__}.{type(x).__name__}: gradients would be lost silently, so these are "
+                f"not taken directly yet; pass cupy.from_dlpack(...) or numpy.from_dlpack(...) of it"
+            )
+        if hasattr(x, "__cuda_array_interface__"):
+            return "CuPy", self._adopt(_cupy(f"{name} is on a GPU").asarray(x))
+        if hasattr(x, "__dlpack__"):
+            if x.__dlpack_device__()[0] == 1:
+                return "NumPy", np.from_dlpack(x)
+            return "CuPy", self._adopt(_cupy(f"{name} is on a GPU").from_dlpack(x))
+        raise TypeError(
+            f"{name} must be a CuPy or NumPy array, or an object with __dlpack__ or __cuda_array_interface__, "
+            f"got {type(x).__name__}"
+        )
+
+    def _adopt(self, x: Array) -> Array:
+        self._foreign.append(x)
+        return x
+
+    def array(self, name: str) -> Array:
+        """The argument as an array, or None where it was None or a scalar."""
+        return self._arrays.get(name)
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[Place | None]:
+        """Make the arrays' device current and give the Place, or None for reference.py."""
+        if self._device is None:
+            factory = host_place.get()
+            yield factory() if factory else None
+            return
+        with self.xp.cuda.Device(self._device):
+            place = CupyPlace(self.xp, self._device, tuple(self._foreign))
+            yield place
+            place.done()
+
+
+def _cupy(why: str) -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(f"{why}, which needs CuPy: install cuscan with the extra cuda12 or cuda13") from error
+    return cupy
+
+
+# --- checks ------------------------------------------------------------------------------------------------------
+
+
+def check_item(name: str, x: Array, allowed: Sequence[str]) -> str:
+    """Name of x's dtype, which must be one of `allowed`."""
+    item = str(x.dtype.name)
+    if item not in allowed:
+        raise TypeError(f"{name} must be {_either(allowed)}, got {item}")
+    return item
+
+
+def check_same_item(first: tuple[str, Array], second: tuple[str, Array], allowed: Sequence[str] = ()) -> None:
+    """The second's dtype must be the first's, or one of `allowed`."""
+    (name, x), (other, y) = first, second
+    if y.dtype.name not in (x.dtype.name, *allowed):
+        expected = _either([f"{name}'s {x.dtype.name}", *(a for a in allowed if a != x.dtype.name)])
+        raise TypeError(f"{other} must be {expected}, got {y.dtype.name}")
+
+
+def check_shape(name: str, x: Array, expected: tuple[int, ...], axes: str, hint: str = "") -> None:
+    """x's shape must be `expected`, whose axes are named."""
+    if tuple(x.shape) != expected:
+        raise ValueError(f"{name} must have shape {axes} = {expected}, got {tuple(x.shape)}{hint}")
+
+
+def check_flag(name: str, x: object) -> bool:
+    """A flag is a bool: an array in its place is a shifted argument."""
+    if not isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {type(x).__name__}")
+    return bool(x)
+
+
+def check_not_yet(**arguments: Any) -> None:
+    """Refuse by name what this version does not have."""
+    for name, x in arguments.items():
+        if x is not None and x is not False:
+            raise NotImplementedError(f"{name} is not supported in this version of cuscan")
+
+
+def output_item(item: str, out_dtype: Any, out: Array | None) -> np.dtype[Any]:
+    """Dtype of the result: out_dtype, else out's, else the input's, never a change between real and complex."""
+    allowed = COMPLEX if item in COMPLEX else REAL
+    if out_dtype is None:
+        if out is not None:
+            check_item("out", out, allowed)
+            return np.dtype(out.dtype)
+        return _dtype(item)
+    name = out_dtype if isinstance(out_dtype, str) else np.dtype(out_dtype).name
+    if name not in allowed:
+        raise TypeError(f"out_dtype must be {_either(allowed)} for inputs of {item}, got {name}")
+    if out is not None and out.dtype.name != name:
+        raise TypeError(f"out must have out_dtype's {name}, got {out.dtype.name}")
+    return _dtype(name)
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    if name != "bfloat16":
+        return np.dtype(name)
+    import ml_dtypes  # whoever has bfloat16 arrays has it
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def check_out(out: Array, shape: tuple[int, ...], inputs: dict[str, Array], may_be: Sequence[str] = ()) -> None:
+    """Out is writable, of this shape, and overlaps no input except by being exactly one of `may_be`."""
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out must have the result's shape {shape}, got {tuple(out.shape)}")
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ValueError("out must be writable, got a read-only array")
+    if any(stride == 0 and size > 1 for stride, size in zip(out.strides, out.shape, strict=True)):
+        raise ValueError(f"out must have a place for each item, got a broadcast view with strides {out.strides}")
+    for name, x in inputs.items():
+        same = (
+            name in may_be
+            and _address(x) == _address(out)
+            and tuple(x.shape) == tuple(out.shape)
+            and _used_strides(x) == _used_strides(out)
+            and x.dtype == out.dtype
+        )
+        if not same and _overlap(x, out):
+            exactly = f"; it may only be exactly {' or '.join(may_be)}" if may_be else ""
+            raise ValueError(f"out overlaps {name} in memory{exactly}")
+
+
+def _address(x: Array) -> int:
+    return int(x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr)
+
+
+def _used_strides(x: Array) -> list[int]:
+    return [stride for stride, size in zip(x.strides, x.shape, strict=True) if size > 1]
+
+
+def _bounds(x: Array) -> tuple[int, int]:
+    low = high = _address(x)
+    for stride, size in zip(x.strides, x.shape, strict=True):
+        low += min(0, stride * (size - 1))
+        high += max(0, stride * (size - 1))
+    return low, high + x.dtype.itemsize
+
+
+def _overlap(x: Array, y: Array) -> bool:
+    if x.size == 0 or y.size == 0:
+        return False
+    (x_low, x_high), (y_low, y_high) = _bounds(x), _bounds(y)
+    if x_high <= y_low or y_high <= x_low:
+        return False
+    try:
+        # The exact answer is a question about addresses alone, so NumPy can give it for device memory too.
+        return bool(np.shares_memory(_shadow(x), _shadow(y), max_work=10_000))
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Shadow:
+    def __init__(self, x: Array) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (_address(x), True),
+            "shape": tuple(x.shape),
+            "strides": tuple(x.strides),
+            "typestr": f"|V{x.dtype.itemsize}",
+        }
+
+
+def _shadow(x: Array) -> np.ndarray[Any, Any]:
+    """An array at the same addresses, never read."""
+    return np.asarray(_Shadow(x))
+
+
+def _either(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+
+
+# --- layouts -----------------------------------------------------------------------------------------------------
+
+
+def merge_axes(
+    sizes: tuple[int, ...], strides: dict[str, tuple[int, ...]], by: str
+) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
+    """The fewest axes that walk the same items of all arrays, the one with `by`'s smallest stride last."""
+    axes = [d for d, size in enumerate(sizes) if size != 1]
+    axes.sort(key=lambda d: -abs(strides[by][d]))
+    merged_sizes: list[int] = []
+    merged: dict[str, list[int]] = {name: [] for name in strides}
+    for d in axes:
+        if merged_sizes and all(merged[name][-1] == sizes[d] * strides[name][d] for name in strides):
+            merged_sizes[-1] *= sizes[d]
+            for name in strides:
+                merged[name][-1] = strides[name][d]
+        else:
+            merged_sizes.append(sizes[d])
+            for name in strides:
+                merged[name].append(strides[name][d])
+    return tuple(merged_sizes), {name: tuple(values) for name, values in merged.items()}

@@ -1,0 +1,141 @@
+"""From text to functions: CuPy's RawModule on a GPU, and NVRTC alone for reports on machines without one."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ._plan import DeviceLimits
+from ._source import OPTIONS, KernelSource
+
+
+class CompileError(RuntimeError):
+    """A kernel's text did not compile; the message is the compiler's, with file and line in cuda_src/."""
+
+
+class _CupyModules:
+    """Modules of one device, compiled on first use and cached on disk by CuPy."""
+
+    def __init__(self) -> None:
+        self._functions: dict[tuple[str, str], Callable[..., None]] = {}
+        self._modules: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def get_function(self, source: KernelSource, name: str) -> Callable[..., None]:
+        function = self._functions.get((source.text, name))
+        return function or self._load(source, name)
+
+    def _load(self, source: KernelSource, name: str) -> Callable[..., None]:
+        import cupy
+
+        with self._lock:
+            module = self._modules.get(source.text)
+            if module is None:
+                module = cupy.RawModule(code=source.text, options=OPTIONS)
+                try:
+                    module.compile()
+                except cupy.cuda.compiler.CompileException as error:
+                    raise CompileError(str(error)) from error
+                self._modules[source.text] = module
+            function: Callable[..., None] = module.get_function(name)
+            self._functions[source.text, name] = function
+            return function
+
+
+@cache
+def cupy_modules(device: int) -> _CupyModules:
+    """The modules of a device: functions belong to the device that was current when they were loaded."""
+    del device
+    return _CupyModules()
+
+
+@cache
+def cupy_limits(device: int) -> DeviceLimits:
+    """The limits of a device, as the driver says."""
+    import cupy
+
+    attributes = cupy.cuda.Device(device).attributes
+    return DeviceLimits(
+        architecture=10 * attributes["ComputeCapabilityMajor"] + attributes["ComputeCapabilityMinor"],
+        multiprocessors=attributes["MultiProcessorCount"],
+        shared_memory=attributes["MaxSharedMemoryPerBlockOptin"],
+    )
+
+
+# --- NVRTC alone -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one entry point takes, as the assembler reports."""
+
+    registers: int
+    frame: int  # bytes of local memory: spills and arrays that are not in registers
+    spills: int
+    static_shared: int
+
+
+def nvrtc_libraries() -> Iterator[Path]:
+    """The NVRTC libraries of the installed wheels, newest last."""
+    for entry in sys.path:
+        for pattern in ("nvidia/cuda_nvrtc/lib/libnvrtc.so.*", "nvidia/cu*/lib/libnvrtc.so.*"):
+            for path in sorted(Path(entry).glob(pattern)):
+                if "builtins" not in path.name and "alt" not in path.name:
+                    yield path
+
+
+class Nvrtc:
+    """The compiler alone, with no driver: what it makes is read, not run."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        self.version = (major.value, minor.value)
+
+    def compile(self, source: KernelSource, architecture: int) -> dict[str, Resources]:
+        """Resources of every entry point, compiled as CuPy would."""
+        options = [*OPTIONS, "-ftz=true", f"-arch=sm_{architecture}", "--device-as-default-execution-space"]
+        options.append("--ptxas-options=-v")
+        encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        program = ctypes.c_void_p()
+        self._library.nvrtcCreateProgram(
+            ctypes.byref(program), source.text.encode(), b"cuscan.cu", 0, None, None
+        )
+        try:
+            failed = self._library.nvrtcCompileProgram(program, len(options), encoded)
+            size = ctypes.c_size_t()
+            self._library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            self._library.nvrtcGetProgramLog(program, log)
+        finally:
+            self._library.nvrtcDestroyProgram(ctypes.byref(program))
+        text = log.value.decode()
+        if failed:
+            raise CompileError(text)
+        return _read_report(text)
+
+
+def _read_report(log: str) -> dict[str, Resources]:
+    report = {}
+    for entry in re.split(r"Compiling entry function '", log)[1:]:
+        name = entry.partition("'")[0]
+
+        def number(pattern: str, text: str = entry) -> int:
+            found = re.search(pattern, text)
+            return int(found[1]) if found else 0
+
+        report[name] = Resources(
+            registers=number(r"Used (\d+) registers"),
+            frame=number(r"(\d+) bytes stack frame"),
+            spills=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+            static_shared=number(r"(\d+) bytes smem"),
+        )
+    return report

@@ -1,0 +1,315 @@
+"""From a plan to launches on a Place's stream. Obeys the plan; no branch on the schedule's name.
+
+The argument structs are packed here, field by field as in cuda_src/*_args.cuh; the kernels assert their sizes.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ._arrays import ITEM_CODE, Array, Place, accumulation
+from ._plan import LinearPlan, Schedule, SelectivePlan
+from ._source import (
+    LINEAR_ARRAY,
+    LINEAR_BLOCK_THREADS,
+    LINEAR_TAIL,
+    SELECTIVE_HEAD,
+    SELECTIVE_TAIL,
+    KernelSource,
+    SelectiveKind,
+    linear_name,
+    linear_source,
+    selective_name,
+    selective_source,
+)
+
+ROW_DIMS = 6  # kRowDims in linear_args.cuh
+LARGEST_GRID = 2**31 - 1
+_STATIC_LIMIT = 48 * 1024  # dynamic shared memory that a kernel may have unasked
+
+
+def _start(
+    place: Place, source: KernelSource, name: str, blocks: int, threads: int, packed: bytes, shared: int = 0
+) -> None:
+    function: Any = place.modules.get_function(source, name)
+    if shared > _STATIC_LIMIT and function.max_dynamic_shared_size_bytes < shared:
+        function.max_dynamic_shared_size_bytes = shared
+    argument = np.ndarray((), f"V{len(packed)}", packed)
+    function((min(blocks, LARGEST_GRID),), (threads,), (argument,), shared_mem=shared)
+
+
+def _ceil_div(x: int, y: int) -> int:
+    return -(-x // y)
+
+
+# --- linear_scan -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One array as the linear kernels see it: address of its first step, strides in bytes along time and rows."""
+
+    start: int
+    time: int
+    rows: tuple[int, ...]
+    item: str = "float32"
+
+    def packed(self, chunk: int) -> bytes:
+        size = np.dtype(np.complex128).itemsize if self.item == "complex128" else _ITEM_BYTES[self.item]
+        # Packs are 16 consecutive bytes; in reverse the first step is the highest item of one.
+        lowest = self.start if self.time > 0 else self.start - (16 - size)
+        packs = (
+            abs(self.time) == size
+            and lowest % 16 == 0
+            and all(stride % 16 == 0 for stride in self.rows)
+            and chunk * size % 16 == 0
+        )
+        return struct.pack(LINEAR_ARRAY, self.start, self.time, *_pad(self.rows), packs)
+
+
+_ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
+_NOWHERE = Rows(0, 0, ())
+
+
+def _pad(values: tuple[int, ...]) -> tuple[int, ...]:
+    return (*values, *(0,) * (ROW_DIMS - len(values)))
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """The arrays of one linear_scan and the sizes that they share."""
+
+    item: str
+    gate: Rows | complex
+    input: Rows
+    initial: Rows | None
+    output: Rows
+    last: Rows | None
+    length: int
+    sizes: tuple[int, ...]  # of the row axes
+
+    @property
+    def rows(self) -> int:
+        """How many recurrences there are."""
+        return prod(self.sizes)
+
+
+def linear(place: Place, plan: LinearPlan, call: LinearCall) -> None:
+    """Run a linear_scan: in one launch, or in three where the plan cuts time into chunks."""
+    if plan.chunks == 1:
+        _linear_launch(place, plan, call, summarise=False, source_item=call.item)
+        return
+    state = np.dtype(accumulation(call.item))
+    summaries = [place.allocate((call.rows * plan.chunks,), state) for _ in range(2)]
+    gate, entering = (place.pointer(x) for x in summaries)
+    _linear_launch(place, plan, call, summarise=True, source_item=call.item, summaries=(gate, entering))
+
+    # The summaries are a linear_scan of their own, in place: the states that leave the chunks. They lie as the lanes do.
+    row, chunk = summary_strides(plan, call.rows)
+    strides = tuple(
+        prod(call.sizes[d + 1 :]) * row * state.itemsize for d in range(len(call.sizes))
+    )
+    along = Rows(entering, chunk * state.itemsize, strides, state.name)
+    scan = replace(call, item=state.name, gate=replace(along, start=gate), input=along, output=along,
+                   last=None, length=plan.chunks)  # fmt: skip
+    inner = replace(plan, chunks=1, order=replace(plan.order, chunk=plan.chunks))
+    _linear_launch(place, inner, scan, summarise=False, source_item=call.item)
+    _linear_launch(place, plan, call, summarise=False, source_item=call.item, summaries=(gate, entering))
+
+
+def summary_strides(plan: LinearPlan, rows: int) -> tuple[int, int]:
+    """Strides of a summary in items, by row and by chunk."""
+    return (1, rows) if plan.order.lanes is Schedule.SERIAL else (plan.chunks, 1)
+
+
+def _linear_launch(
+    place: Place,
+    plan: LinearPlan,
+    call: LinearCall,
+    *,
+    summarise: bool,
+    source_item: str,
+    summaries: tuple[int, int] = (0, 0),
+) -> None:
+    order = plan.order
+    gate = call.gate if isinstance(call.gate, Rows) else _NOWHERE
+    value = 0j if isinstance(call.gate, Rows) else complex(call.gate)
+    with np.errstate(over="ignore"):
+        single = np.float32(value.real), np.float32(value.imag)
+    packed = b"".join(
+        x.packed(order.chunk) for x in (gate, call.input, call.initial or _NOWHERE, call.output, call.last or _NOWHERE)
+    ) + struct.pack(
+        LINEAR_TAIL, *summaries, value.real, value.imag, *single, call.length, call.rows, *_pad(call.sizes), order.chunk,
+        plan.chunks, *summary_strides(plan, call.rows), len(call.sizes), ITEM_CODE[call.output.item], order.row_warps
+    )  # fmt: skip
+    if order.lanes is Schedule.SERIAL:
+        threads, blocks = plan.fit.threads, _ceil_div(call.rows * plan.chunks, plan.fit.threads)
+    else:
+        threads = LINEAR_BLOCK_THREADS
+        blocks = _ceil_div(call.rows * plan.chunks, LINEAR_BLOCK_THREADS // 32 // order.row_warps)
+    name = linear_name(order.lanes.value, summarise, call.item)
+    _start(place, linear_source(source_item), name, blocks, threads, packed)
+
+
+# --- selective_scan ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SelectiveCall:
+    """The arrays of one selective_scan, with u, delta, z and output as (batch, length, channels) views, B and C as
+    (batch, length, groups, state) or (channels, state) views, in the direction of the scan already.
+    """  # noqa: D205
+
+    kind: SelectiveKind
+    u: Array
+    delta: Array
+    A: Array
+    B: Array
+    C: Array
+    D: Array | None
+    z: Array | None
+    delta_bias: Array | None
+    initial: Array | None
+    output: Array
+    last: Array | None
+    groups: int
+    softplus: bool
+    limits: tuple[float, float] | None
+
+
+def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step: int) -> None:
+    """Run a selective_scan; `time_step` is 1, or -1 for reverse.
+
+    One launch a slice of the states, and where the plan cuts time into chunks two before them: the summaries of all
+    slices, and a linear_scan over the chunks.
+    """
+    batch, length, channels = call.u.shape
+    state = call.A.shape[1]
+    kind, tile = call.kind, plan.fit.tile
+    state_dtype = np.dtype(kind.state)
+    # Time is the fast axis where its neighbours are closer than the channels'.
+    time_fast = length > 1 and (channels == 1 or abs(call.u.strides[1]) < abs(call.u.strides[2]))
+    real = np.dtype("float64" if kind.item == "float64" else "float32")
+
+    def sequence(x: Array | None, item: str) -> tuple[int, ...]:
+        return _NO_SEQUENCE if x is None else _sequence(place, x, item, time_step, time_fast, plan, call)
+
+    scratch = None
+    if plan.slices > 1:
+        shape = (batch, channels, length) if time_fast else (batch, length, channels)
+        scratch = place.allocate(shape, real)
+        scratch = scratch.transpose(0, 2, 1) if time_fast else scratch
+    summary_gate = seed = 0
+    if plan.chunks > 1:
+        shape = (batch, plan.chunks, state, channels)
+        summaries = [place.allocate(shape, state_dtype) for _ in range(2)]
+        summary_gate, seed = (place.pointer(x) for x in summaries)
+
+    limits = call.limits or (0.0, 0.0)
+    with np.errstate(over="ignore"):
+        single = [np.float32(x) for x in limits]
+    pointer = _pointer(place)
+    item = kind.item
+    head = struct.pack(
+        SELECTIVE_HEAD,
+        *sequence(call.u, item),
+        *sequence(call.delta, call.delta.dtype.name),
+        *sequence(call.z, item),
+        *sequence(call.output, call.output.dtype.name),
+        *sequence(scratch, real.name),
+        *_couple(place, call.B, kind.time_B, time_step),
+        *_couple(place, call.C, kind.time_C, time_step),
+        *(pointer(x) for x in (call.A, call.D, call.delta_bias, call.initial, call.last)),
+        *call.A.strides,
+        *(x.strides[0] if x is not None else 0 for x in (call.D, call.delta_bias)),
+        *(call.initial.strides if call.initial is not None else (0, 0, 0)),
+        *(seed, summary_gate, seed, batch, length, channels, state, call.groups),
+    )
+
+    def launch(*, summarise: bool, first_state: int, slices: int, adds: bool, leaves: bool) -> None:
+        packed = head + struct.pack(
+            SELECTIVE_TAIL, first_state, slices, plan.order.chunk, plan.chunks, *limits, *single,
+            *(ITEM_CODE[x.dtype.name] if x is not None else 0 for x in (call.A, call.D, call.delta_bias, call.output)),
+            adds, leaves, call.softplus, call.limits is not None, time_fast,
+        )  # fmt: skip
+        tiles = _ceil_div(channels // call.groups, tile.channels)
+        blocks = slices * batch * call.groups * tiles * plan.chunks
+        shared = tile.shared_memory(real.itemsize, state_dtype.itemsize, kind.time_B, kind.time_C)
+        _start(place, selective_source(kind), selective_name(kind, tile, summarise), blocks, tile.threads, packed, shared)
+
+    if plan.chunks > 1:
+        launch(summarise=True, first_state=0, slices=plan.slices, adds=False, leaves=False)
+        scan_summaries(place, call.initial, batch, plan.chunks, state, channels, state_dtype, summary_gate, seed)
+    for s in range(plan.slices):
+        launch(summarise=False, first_state=s * tile.slice, slices=1, adds=s > 0, leaves=s < plan.slices - 1)
+
+
+def scan_summaries(
+    place: Place,
+    initial: Array | None,
+    batch: int,
+    chunks: int,
+    state: int,
+    channels: int,
+    dtype: np.dtype[Any],
+    gate: int,
+    entering: int,
+) -> None:
+    """Turn the chunks' summaries (batch, chunks, state, channels) into the states that leave them, from `initial`."""
+    from ._plan import LinearFit, LinearOrder
+
+    size = dtype.itemsize
+    strides = (chunks * state * channels * size, channels * size, size)
+    along = Rows(entering, state * channels * size, strides, dtype.name)
+    first = None
+    if initial is not None:
+        first = Rows(place.pointer(initial), 0, (initial.strides[0], initial.strides[2], initial.strides[1]))
+    call = LinearCall(dtype.name, replace(along, start=gate), along, first, along, None, chunks, (batch, state, channels))
+    order = LinearOrder(Schedule.SERIAL, Schedule.SERIAL, chunks, 1)
+    linear(place, LinearPlan(order, LinearFit(128), 1, "over the chunks of a selective_scan"), call)
+
+
+_NO_SEQUENCE = (0, 0, 0, 0, 0, 0)
+
+
+def _pointer(place: Place) -> Any:
+    return lambda x: 0 if x is None else place.pointer(x)
+
+
+def _sequence(
+    place: Place, x: Array, item: str, time_step: int, time_fast: bool, plan: SelectivePlan, call: SelectiveCall
+) -> tuple[int, ...]:
+    batch, time, channel = x.strides
+    length, channels = x.shape[1], x.shape[2]
+    start = place.pointer(x) + (0 if time_step > 0 else (length - 1) * time)
+    time *= time_step
+    size = _ITEM_BYTES[item]
+    # A pair is one access where its items are neighbours, every pair is aligned, and none is cut by an edge.
+    if time_fast:
+        neighbours = abs(time) == size and length % 2 == 0 and plan.order.chunk % 2 == 0
+        others = (batch, channel)
+    else:
+        neighbours = channel == size and (channels // call.groups) % 2 == 0
+        others = (batch, time)
+    lowest = start - size if time_fast and time < 0 else start
+    vector = neighbours and lowest % (2 * size) == 0 and all(stride % (2 * size) == 0 for stride in others)
+    if x is call.output:
+        vector = vector and item == call.kind.item
+    return start, batch, time, channel, size == 4, vector
+
+
+def _couple(place: Place, x: Array, varies: bool, time_step: int) -> tuple[int, ...]:
+    wide = x.dtype.itemsize == 4
+    code = ITEM_CODE[x.dtype.name]
+    if not varies:
+        channel, state = x.strides
+        return place.pointer(x), 0, 0, 0, channel, state, wide, 0, code
+    batch, time, group, state = x.strides
+    start = place.pointer(x) + (0 if time_step > 0 else (x.shape[1] - 1) * time)
+    time_fast = x.shape[1] > 1 and x.shape[3] > 1 and abs(time) < abs(state)
+    return start, batch, time * time_step, group, 0, state, wide, time_fast, code

@@ -1,0 +1,163 @@
+"""From templates to text: the whole of what a compiler sees, headers flattened in, instantiations named.
+
+The text is CuPy's cache key, so it holds everything that could change the code. `#line` makes a compiler's
+messages point at the files in cuda_src/.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ._plan import SelectiveTile, selective_tiles
+
+# Options that fix the bits: no contraction but the written one. CuPy adds -ftz=true.
+OPTIONS = ("-std=c++17", "-fmad=false")
+
+_CPP = {
+    "float32": "float",
+    "bfloat16": "bf16_t",
+    "float16": "f16_t",
+    "float64": "double",
+    "complex64": "complex<float>",
+    "complex128": "complex<double>",
+}
+LINEAR_SERIAL_THREADS = 128
+LINEAR_BLOCK_THREADS = 256
+
+# The argument structs of cuda_src/*_args.cuh as _launch.py packs them. The text asserts the sizes.
+LINEAR_ARRAY = "<9q"
+LINEAR_TAIL = "<2q2d2f" + "8q" + "4q" + "3i4x"
+LINEAR_ARGS = 5 * struct.calcsize(LINEAR_ARRAY) + struct.calcsize(LINEAR_TAIL)
+_SEQUENCE_ARRAY, _COUPLE_ARRAY = "4q2i", "6q3i4x"
+SELECTIVE_HEAD = "<" + 5 * _SEQUENCE_ARRAY + 2 * _COUPLE_ARRAY + "5q" + "7q" + "3q" + "5q"
+SELECTIVE_TAIL = "<4q" + "2d2f" + "9i4x"
+SELECTIVE_ARGS = struct.calcsize(SELECTIVE_HEAD) + struct.calcsize(SELECTIVE_TAIL)
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A module: its whole text and the names of its entry points."""
+
+    text: str
+    names: tuple[str, ...]
+
+
+@cache
+def folder() -> Path:
+    """The folder cuda_src: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parent
+    inside = package / "cuda_src"
+    return inside if inside.is_dir() else package.parent / "cuda_src"
+
+
+def _flatten(name: str, seen: set[str]) -> list[str]:
+    lines = [f'#line 1 "cuda_src/{name}"']
+    for number, line in enumerate((folder() / name).read_text(encoding="utf-8").splitlines(), start=1):
+        include = re.fullmatch(r'#include "(.+)"', line)
+        if include is None:
+            lines.append("" if line == "#pragma once" else line)
+            continue
+        if include[1] not in seen:
+            seen.add(include[1])
+            lines += _flatten(include[1], seen)
+        lines.append(f'#line {number + 1} "cuda_src/{name}"')
+    return lines
+
+
+def _module(file: str, arguments: tuple[str, int], entries: dict[str, str]) -> KernelSource:
+    size = f'static_assert(sizeof({arguments[0]}) == {arguments[1]}, "packed by _launch.py field by field");'
+    tail = ['#line 1 "instantiations"', size, *entries.values()]
+    names = tuple(name for name, text in entries.items() if text.startswith('extern "C"'))
+    return KernelSource("\n".join(_flatten(file, set()) + tail) + "\n", names)
+
+
+def linear_name(schedule: str, summarise: bool, item: str) -> str:
+    """Entry point of a linear_scan kernel."""
+    return f"linear_scan_{schedule}_{'summarise' if summarise else 'apply'}_{item}"
+
+
+@cache
+def linear_source(item: str) -> KernelSource:
+    """Every linear_scan kernel that a call on this item type can need."""
+    from ._arrays import accumulation
+
+    entries = {}
+    # Summaries are in the accumulation type, and scanned by the same kernels.
+    wanted = [(item, False), (item, True)]
+    if accumulation(item) != item:
+        wanted.append((accumulation(item), False))
+    for each, summarise in wanted:
+        for schedule, threads in (("serial", LINEAR_SERIAL_THREADS), ("block", LINEAR_BLOCK_THREADS)):
+            name = linear_name(schedule, summarise, each)
+            entries[name] = (
+                f'extern "C" __global__ void __launch_bounds__({threads}) {name}(const LinearArgs args) '
+                f"{{ linear_{schedule}<{_CPP[each]}, {str(summarise).lower()}>(args); }}"
+            )
+    return _module("linear_scan.cu", ("LinearArgs", LINEAR_ARGS), entries)
+
+
+@dataclass(frozen=True)
+class SelectiveKind:
+    """What a selective_scan's module is specialised for: types, and which of B and C vary in time."""
+
+    item: str
+    complex: bool
+    time_B: bool
+    time_C: bool
+
+    @property
+    def state(self) -> str:
+        """Item type of the state."""
+        return "complex64" if self.complex else "float64" if self.item == "float64" else "float32"
+
+
+def selective_name(kind: SelectiveKind, tile: SelectiveTile, summarise: bool) -> str:
+    """Entry point of a selective_scan kernel."""
+    parts = ["selective_scan", "summarise" if summarise else "apply", kind.item]
+    parts += ["complex"] * kind.complex + ["constB"] * (not kind.time_B) + ["constC"] * (not kind.time_C)
+    return "_".join([*parts, f"{tile.states}x{tile.groups}x{tile.channels}"])
+
+
+@cache
+def selective_source(kind: SelectiveKind) -> KernelSource:
+    """Every selective_scan kernel that a call of this kind can need."""
+    entries = {}
+    for tile in selective_tiles(kind.state, kind.time_B and kind.time_C):
+        template = ", ".join(
+            [_CPP[kind.item], _CPP[kind.state], str(tile.states), str(tile.groups), str(tile.channels)]
+            + [str(flag).lower() for flag in (kind.time_B, kind.time_C)]
+        )
+        bytes_of = {"float32": 4, "float64": 8, "complex64": 8}
+        real = 8 if kind.item == "float64" else 4
+        shared = tile.shared_memory(real, bytes_of[kind.state], kind.time_B, kind.time_C)
+        entries[f"shared memory of {template}"] = (
+            f"static_assert(sizeof(SelectiveTile<{template}>::Shared) == {shared}, "
+            f'"the plan counts on this much shared memory");'
+        )
+        for summarise in (False, True):
+            name = selective_name(kind, tile, summarise)
+            entries[name] = (
+                f'extern "C" __global__ void __launch_bounds__({tile.threads}, {tile.blocks}) '
+                f"{name}(const SelectiveArgs args) {{\n"
+                f"  extern __shared__ __align__(16) unsigned char memory[];\n"
+                f"  selective_scan<SelectiveTile<{template}>, {str(summarise).lower()}>(args, memory);\n}}"
+            )
+    return _module("selective_scan.cu", ("SelectiveArgs", SELECTIVE_ARGS), entries)
+
+
+def all_sources() -> dict[str, KernelSource]:
+    """Every module there is, by a readable name."""
+    sources = {f"linear_scan {item}": linear_source(item) for item in _CPP}
+    for item in ("float32", "bfloat16", "float16", "float64"):
+        for is_complex in (False, True) if item != "float64" else (False,):
+            for time_B in (True, False):
+                for time_C in (True, False):
+                    kind = SelectiveKind(item, is_complex, time_B, time_C)
+                    name = f"selective_scan {item}{' complex' * is_complex}"
+                    name += f"{' constant B' * (not time_B)}{' constant C' * (not time_C)}"
+                    sources[name] = selective_source(kind)
+    return sources

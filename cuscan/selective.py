@@ -1,0 +1,291 @@
+"""selective_scan: the state-space layer of Mamba, everything between its inputs and y fused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import _arrays, _launch, _plan, reference
+from ._arrays import Array, Call
+from ._source import SelectiveKind
+
+_AXES = {
+    "bld": ("(batch, length, channels)", "(batch, length, state)", "(batch, length, groups, state)"),
+    "bdl": ("(batch, channels, length)", "(batch, state, length)", "(batch, groups, state, length)"),
+}
+
+
+def selective_scan(
+    u: Any,
+    delta: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    D: Any = None,
+    z: Any = None,
+    delta_bias: Any = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    *,
+    h0: Any = None,
+    reverse: bool = False,
+    mask: Any = None,
+    reset: Any = None,
+    cu_seqlens: Any = None,
+    delta_limit: tuple[float, float] | None = None,
+    layout: str = "bld",
+    return_states: bool = False,
+    out: Any = None,
+    out_dtype: Any = None,
+) -> Any:
+    """Selective state-space scan (Gu and Dao, "Mamba", 2023, algorithm 2)::
+
+        delta = clip(softplus(delta + delta_bias), *delta_limit)        each part optional
+        h[t]  = exp(delta[t] * A) * h[t-1] + delta[t] * B[t] * u[t]
+        y[t]  = (sum over the state of C[t] * h[t]  +  D * u[t]) * silu(z[t])
+
+    The input matrix is delta * B, Mamba's form, and not exact zero-order hold. With complex A, B and C the state
+    stands for conjugate pairs: y = 2 * Re(sum) + D * u. Nothing of shape (batch, length, channels, state) is ever
+    built. The same call gives the same bits every time.
+
+    Parameters
+    ----------
+    u : array (batch, length, channels)
+        Inputs: float16, bfloat16, float32 or float64. With layout "bdl": (batch, channels, length).
+    delta : array, of u's shape
+        Step sizes, in u's dtype or float32.
+    A : array (channels, state)
+        Rates, of any real floating dtype (read in the accumulation type), or complex64.
+    B, C : array (batch, length, state), (batch, length, groups, state) or (channels, state)
+        Input and output couplings, in u's dtype or float32, or complex64 with complex A. Channel d uses group
+        d // (channels / groups). With layout "bdl": (batch, state, length) or (batch, groups, state, length). Of
+        shape (channels, state) they are constant in time.
+    D : array (channels,), optional
+        Skip connection, of any real floating dtype.
+    z : array, of u's shape and dtype, optional
+        Gate: y is multiplied by silu(z).
+    delta_bias : array (channels,), optional
+        Added to delta, of any real floating dtype.
+    delta_softplus : bool
+        Apply softplus to delta (after the bias).
+    return_last_state : bool
+        Also return the state after the last step (the first with `reverse`).
+    h0 : array (batch, channels, state), optional
+        State before the first step (the last with `reverse`), in the accumulation type. Zero if absent.
+    reverse : bool
+        Run from the last step to the first.
+    mask, reset, cu_seqlens, return_states
+        Not supported in this version.
+    delta_limit : (float, float), optional
+        Clip delta (after softplus) to this range; NaN stays NaN.
+    layout : "bld" or "bdl"
+        Order of the axes of u, delta, z, B, C and the result; "bdl" is mamba_ssm's.
+    out : array, of u's shape, optional
+        Where to write y. Must not overlap an input.
+    out_dtype : dtype, optional
+        Dtype of y: float16, bfloat16, float32 or float64. Default: out's or u's.
+
+    Returns
+    -------
+    y : array, of u's shape
+        A fresh C-contiguous array of the caller's kind, or `out`.
+    last_state : array (batch, channels, state)
+        Only with `return_last_state`, in the accumulation type.
+
+    Raises
+    ------
+    TypeError
+        An argument of the wrong kind or dtype.
+    ValueError
+        An argument of the wrong shape or value, or an `out` that overlaps an input.
+
+    Notes
+    -----
+    Accumulation is in float32 for float16, bfloat16 and float32, in float64 for float64 (then u, delta, B, C and z
+    are all float64), and in complex64 with complex A. Scratch: where the plan cuts time into chunks, two arrays
+    (batch, chunks, state, channels) in the accumulation type; where the states take several slices, one array of
+    u's shape in float32 (float64 for float64).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cuscan
+    >>> rng = np.random.default_rng(0)
+    >>> u, delta = rng.random((2, 3, 64, 5), dtype=np.float32)     # batch 3, length 64, 5 channels
+    >>> B, C = rng.random((2, 3, 64, 16), dtype=np.float32)        # 16 states
+    >>> y, h = cuscan.selective_scan(u, delta, -np.ones((5, 16), np.float32), B, C, return_last_state=True)
+    >>> y.shape, h.shape
+    ((3, 64, 5), (3, 5, 16))
+    """
+    _arrays.check_not_yet(mask=mask, reset=reset, cu_seqlens=cu_seqlens, return_states=return_states)
+    flags = {"delta_softplus": delta_softplus, "return_last_state": return_last_state, "reverse": reverse}
+    for name, flag in flags.items():
+        _arrays.check_flag(name, flag)
+    if layout not in _AXES:
+        raise ValueError(f"layout must be 'bld' or 'bdl', got {layout!r}")
+    limits = _check_limits(delta_limit)
+    given = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias, "h0": h0, "out": out}
+    for name, x in given.items():
+        if _arrays.is_python_scalar(x) or (x is None and name in ("u", "delta", "A", "B", "C")):
+            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    call = Call(**given)
+    arrays = {name: call.array(name) for name in given}
+    kind = _check_types(arrays)
+    state_item = np.dtype(kind.state)
+    batch, length, channels, state, groups = _check_shapes(arrays, layout)
+    out_item = _arrays.output_item(kind.item, out_dtype, arrays["out"])
+    if arrays["out"] is not None:
+        inputs = {name: x for name, x in arrays.items() if x is not None and name != "out"}
+        _arrays.check_out(arrays["out"], tuple(arrays["u"].shape), inputs)
+
+    with call.place() as place:
+        allocate = np.empty if place is None else place.allocate
+        if place is not None:
+            place.keep(*(x for name, x in arrays.items() if x is not None and name != "out"))
+        y = arrays["out"] if arrays["out"] is not None else allocate(tuple(arrays["u"].shape), out_item)
+        view = {name: _time_second(arrays[name], layout) for name in ("u", "delta", "z")}
+        couples = [_grouped(arrays[name], layout) for name in ("B", "C")]
+        output = _time_second(y, layout)
+        if place is None:
+            last = reference.selective_scan(
+                view["u"], view["delta"], arrays["A"], *couples, arrays["D"], view["z"], arrays["delta_bias"],
+                arrays["h0"], output, delta_softplus=bool(delta_softplus), delta_limit=limits, reverse=bool(reverse),
+                accumulate=state_item, segments=_plan.plan_segments(batch * channels * state, length),
+            )  # fmt: skip
+            return (y, last) if return_last_state else y
+        last = allocate((batch, channels, state), state_item) if return_last_state else None
+        if 0 in (batch, length, channels, state):
+            _fill_empty(arrays, view, output, last)
+        else:
+            problem = _plan.SelectiveProblem(
+                state_item=kind.state,
+                both_vary=kind.time_B and kind.time_C,
+                batch=batch,
+                length=length,
+                channels=channels,
+                state=state,
+                groups=groups,
+            )
+            prepared = _launch.SelectiveCall(
+                kind=kind, u=view["u"], delta=view["delta"], A=arrays["A"], B=couples[0], C=couples[1], D=arrays["D"],
+                z=view["z"], delta_bias=arrays["delta_bias"], initial=arrays["h0"], output=output, last=last,
+                groups=groups, softplus=bool(delta_softplus), limits=limits,
+            )  # fmt: skip
+            _launch.selective(place, _plan.plan_selective(problem, place.limits), prepared, -1 if reverse else 1)
+    return (y, last) if return_last_state else y
+
+
+def _check_limits(limits: Any) -> tuple[float, float] | None:
+    if limits is None:
+        return None
+    try:
+        lowest, highest = (float(x) for x in limits)
+    except (TypeError, ValueError):
+        raise TypeError(f"delta_limit must be a pair of numbers, got {limits!r}") from None
+    if not lowest <= highest:
+        raise ValueError(f"delta_limit must be (lowest, highest) with lowest <= highest, got {limits!r}")
+    return lowest, highest
+
+
+def _check_types(arrays: dict[str, Array]) -> SelectiveKind:
+    """The dtype rules of the docstring."""
+    u = arrays["u"]
+    item = _arrays.check_item("u", u, _arrays.REAL)
+    is_complex = arrays["A"].dtype.name == "complex64"
+    if is_complex and item == "float64":
+        raise TypeError("A is complex64 and u is float64: complex states take u of float32, bfloat16 or float16")
+    wide = ("float32",) if item != "float64" else ()
+    _arrays.check_same_item(("u", u), ("delta", arrays["delta"]), wide)
+    if arrays["z"] is not None:
+        _arrays.check_same_item(("u", u), ("z", arrays["z"]))
+    for name in ("B", "C"):
+        if is_complex or arrays[name].dtype.kind == "c":
+            _arrays.check_same_item(("A", arrays["A"]), (name, arrays[name]))
+        else:
+            _arrays.check_same_item(("u", u), (name, arrays[name]), wide)
+    for name in ("A", "D", "delta_bias"):
+        if arrays[name] is not None and not (is_complex and name == "A"):
+            _arrays.check_item(name, arrays[name], (*_arrays.REAL, "complex64") if name == "A" else _arrays.REAL)
+    kind = SelectiveKind(item, is_complex, arrays["B"].ndim != 2, arrays["C"].ndim != 2)
+    if arrays["h0"] is not None and arrays["h0"].dtype.name != kind.state:
+        raise TypeError(f"h0 must be {kind.state}, the accumulation type here, got {arrays['h0'].dtype.name}")
+    return kind
+
+
+def _check_shapes(arrays: dict[str, Array], layout: str) -> tuple[int, int, int, int, int]:
+    """Batch, length, channels, state and groups."""
+    u, A = arrays["u"], arrays["A"]
+    sequence_axes, couple_axes, grouped_axes = _AXES[layout]
+    if u.ndim != 3:
+        raise ValueError(f"u must have three axes {sequence_axes}, got shape {tuple(u.shape)}")
+    if A.ndim != 2:
+        raise ValueError(f"A must have two axes (channels, state), got shape {tuple(A.shape)}")
+    batch, length, channels = (u.shape[d] for d in ((0, 1, 2) if layout == "bld" else (0, 2, 1)))
+    state = A.shape[1]
+    other = "bdl" if layout == "bld" else "bld"
+    swapped = f"; with layout={other!r} u would have {length} channels and fit A" if A.shape[0] == length else ""
+    _arrays.check_shape("A", A, (channels, state), "(channels, state)", swapped)
+    for name in ("delta", "z"):
+        if arrays[name] is not None:
+            x = arrays[name]
+            turned = tuple(x.shape) == (u.shape[0], u.shape[2], u.shape[1])
+            hint = "; its last two axes are in the other layout's order" if turned else ""
+            _arrays.check_shape(name, x, tuple(u.shape), f"u's {sequence_axes}", hint)
+    for name in ("D", "delta_bias"):
+        if arrays[name] is not None:
+            _arrays.check_shape(name, arrays[name], (channels,), "(channels,)")
+    if arrays["h0"] is not None:
+        _arrays.check_shape("h0", arrays["h0"], (batch, channels, state), "(batch, channels, state)")
+    groups = {}
+    for name in ("B", "C"):
+        x = arrays[name]
+        if x.ndim == 2:
+            _arrays.check_shape(name, x, (channels, state), "(channels, state)")
+            continue
+        if x.ndim not in (3, 4):
+            raise ValueError(
+                f"{name} must have shape {couple_axes}, {grouped_axes} or (channels, state), got {tuple(x.shape)}"
+            )
+        count = 1 if x.ndim == 3 else int(x.shape[2 if layout == "bld" else 1])
+        axes = couple_axes if x.ndim == 3 else grouped_axes
+        expected = {"batch": batch, "length": length, "state": state, "groups": count}
+        here, there = (
+            tuple(expected[axis] for axis in names[1 if x.ndim == 3 else 2].strip("()").split(", "))
+            for names in (_AXES[layout], _AXES[other])
+        )
+        hint = f"; its axes are in the order of layout={other!r}" if tuple(x.shape) == there else ""
+        _arrays.check_shape(name, x, here, axes, hint)
+        if count == 0 or channels % count:
+            raise ValueError(f"{name} has {count} groups, which must divide the {channels} channels")
+        groups[name] = count
+    if len(set(groups.values())) > 1:
+        raise ValueError(f"B and C must have the same number of groups, got {groups['B']} and {groups['C']}")
+    return batch, length, channels, state, groups.get("B", groups.get("C", 1))
+
+
+def _time_second(x: Array | None, layout: str) -> Array | None:
+    """(batch, length, channels), whatever the layout."""
+    return x if x is None or layout == "bld" else x.transpose(0, 2, 1)
+
+
+def _grouped(x: Array, layout: str) -> Array:
+    """(batch, length, groups, state) or (channels, state), whatever the layout."""
+    if x.ndim == 2:
+        return x
+    if layout == "bdl":
+        x = x.transpose(0, 2, 1) if x.ndim == 3 else x.transpose(0, 3, 1, 2)
+    return x[:, :, None, :] if x.ndim == 3 else x
+
+
+def _fill_empty(arrays: dict[str, Array], view: dict[str, Any], output: Array, last: Array | None) -> None:
+    """No state or no step: nothing to launch, y is D u silu(z) and the last state h0."""
+    if last is not None:
+        last[...] = 0 if arrays["h0"] is None else arrays["h0"]
+    if output.size:
+        u = view["u"].astype("float64")
+        y = u * arrays["D"].astype("float64") if arrays["D"] is not None else u * 0
+        if view["z"] is not None:
+            z = view["z"].astype("float64")
+            y = y * z / (1 + np.exp(-z))
+        output[...] = y.astype(output.dtype)
