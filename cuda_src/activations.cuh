@@ -60,36 +60,38 @@ __device__ __forceinline__ double reciprocal(double x) { return 1.0 / x; }
 // relative error 2^-22 in float32 down to the smallest e, where log(1 + e) itself would be 0.
 __device__ __forceinline__ float log1p_of(float e) {
   float s = e * reciprocal(2.0f + e);
-  float p = s * s;
+  float p = s * s, twice = s + s;
   float q = 0.13433773815631866f;  // least-squares coefficients on Chebyshev nodes, error 1.6e-8
   q = fmaf(q, p, 0.14116978645324707f);
   q = fmaf(q, p, 0.2000383585691452f);
   q = fmaf(q, p, 0.33333319425582886f);
-  return 2.0f * fmaf(s * p, q, s);
+  return fmaf(twice * p, q, twice);
 }
 __device__ __forceinline__ double log1p_of(double e) {
   double s = e / (2.0 + e);
-  double p = s * s;
+  double p = s * s, twice = s + s;
   double q = 1.0 / 35.0;  // the series itself; what is left out is below 1e-18
 #pragma unroll
   for (int odd = 33; odd >= 3; odd -= 2) q = fma(q, p, 1.0 / odd);
-  return 2.0 * fma(s * p, q, s);
+  return fma(twice * p, q, twice);
 }
 
+__device__ __forceinline__ float magnitude(float x) { return fabsf(x); }
+__device__ __forceinline__ double magnitude(double x) { return fabs(x); }
+__device__ __forceinline__ float positive_part(float x) { return fmaxf(x, 0.0f); }
+__device__ __forceinline__ double positive_part(double x) { return fmax(x, 0.0); }
+
 // log(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)). Far below 0 the relative error grows as |x| 2^-23, as the
-// rounding of x itself does.
+// rounding of x itself does. NaN comes through the second term.
 template <class R>
 __device__ __forceinline__ R softplus(R x) {
-  R magnitude = x < R(0) ? -x : x;
-  R tail = log1p_of(exp2_of(magnitude * R(-kLog2E)));
-  return x > R(0) ? x + tail : (x == x ? tail : x);
+  return positive_part(x) + log1p_of(exp2_of(magnitude(x) * R(-kLog2E)));
 }
 
 // x * sigmoid(x), the sigmoid from exp(-|x|) so that it neither overflows nor cancels.
 template <class R>
 __device__ __forceinline__ R silu(R x) {
-  R magnitude = x < R(0) ? -x : x;
-  R e = exp2_of(magnitude * R(-kLog2E));
+  R e = exp2_of(magnitude(x) * R(-kLog2E));
   return x * (x < R(0) ? e : R(1)) * reciprocal(R(1) + e);
 }
 

@@ -61,6 +61,19 @@ __device__ __forceinline__ void narrow(R x, R& item) {
 }
 
 template <class T>
+constexpr ItemCode kItemCode = kFloat32;
+template <>
+constexpr ItemCode kItemCode<bf16_t> = kBFloat16;
+template <>
+constexpr ItemCode kItemCode<f16_t> = kFloat16;
+template <>
+constexpr ItemCode kItemCode<double> = kFloat64;
+template <>
+constexpr ItemCode kItemCode<complex<float>> = kComplex64;
+template <>
+constexpr ItemCode kItemCode<complex<double>> = kComplex128;
+
+template <class T>
 struct Accumulated {
   using type = T;
 };
@@ -104,15 +117,25 @@ __device__ __forceinline__ void load_as(complex<float>& value, const char* addre
   value = load_item<complex<float>>(address);
 }
 
+// A double on its way to 16 bits, as a float that rounds like the double itself: rounded to odd, so that no tie is
+// made.
+__device__ __forceinline__ float narrow_to_odd(float x) { return x; }
+__device__ __forceinline__ float narrow_to_odd(double x) {
+  float nearest = (float)x;
+  unsigned bits = __float_as_uint(nearest);
+  if ((double)nearest != x && x == x && !(bits & 1)) bits += fabs((double)nearest) < fabs(x) ? 1 : -1;
+  return __uint_as_float(bits);
+}
+
 // Stores a value in the item type that the caller asked for (out_dtype).
 template <class R>
 __device__ __forceinline__ void store_as(char* address, int code, R value) {
   switch (code) {
     case kBFloat16:
-      narrow((float)value, *reinterpret_cast<bf16_t*>(address));
+      narrow(narrow_to_odd(value), *reinterpret_cast<bf16_t*>(address));
       break;
     case kFloat16:
-      narrow((float)value, *reinterpret_cast<f16_t*>(address));
+      narrow(narrow_to_odd(value), *reinterpret_cast<f16_t*>(address));
       break;
     case kFloat64:
       *reinterpret_cast<double*>(address) = (double)value;

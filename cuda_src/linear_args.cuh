@@ -9,7 +9,7 @@ struct LinearArray {
   char* start;  // may be null for gate, initial and last
   long long time;
   long long row[kRowDims];
-  long long packs;  // block schedule: may 16-byte accesses be used along time
+  long long packs;  // may 16-byte accesses be used along time
 };
 
 struct LinearArgs {
@@ -18,8 +18,8 @@ struct LinearArgs {
   double gate64[2];  // the gate where gate.start is null: real and imaginary part, in its accumulation type
   float gate32[2];
   long long length, rows, row_size[kRowDims];
-  long long chunk, chunks;  // steps a chunk, chunks a row; chunk * chunks >= length
+  long long chunk, chunks;               // steps a chunk, chunks a row; chunk * chunks >= length
   long long summary_row, summary_chunk;  // strides of the summaries, in items
   int row_dims, output_code;
-  int row_warps;  // block schedule: warps that share a row
+  int row_warps;  // warps that share a row; divides the warps of a block
 };

@@ -2,15 +2,23 @@
 //
 // Two kernels, each a template over the item type and over what it leaves behind:
 //
-//   serial   a thread owns one row (of one chunk) and walks time; the lanes of a warp own neighbouring rows.
-//            For rows that lie side by side in memory.
-//   block    `row_warps` warps own one row (of one chunk) and take it in tiles of row_warps * kRounds * 32 packs.
-//            A thread owns kRounds packs of consecutive steps in registers.
-//            For time that is contiguous, or for few rows.
+//   rows   the lanes of a warp own 32 neighbouring rows and walk time, each thread kSteps steps at once.
+//          For rows that lie side by side in memory.
+//   time   the lanes of a warp own neighbouring packs of 16 bytes along time, each thread kRounds of them.
+//          For time that is contiguous, or for few rows.
+//
+// In both, `row_warps` warps share a row and take it in tiles: each warp folds its part of the tile to one map, leaves
+// it in shared memory, and after a barrier applies its predecessors' maps to the state that enters the tile. One
+// barrier a tile: the maps are double buffered, and a warp that writes those of tile k + 2 has passed the barrier of
+// tile k + 1, before which everyone finished reading those of tile k. With one warp a row there is no barrier, and in
+// `rows` the whole scan is serial in the thread.
 //
 // A long row is cut into chunks (split): the kernel run with kSummarise leaves each chunk's map in the summaries,
 // a linear_scan over the summaries makes summary_input[c] the state that leaves chunk c, and the kernel proper
 // starts chunk c from summary_input[c - 1]. Without split there is one chunk and no summary.
+//
+// A block has as many slots as row_warps fits into its warps. A slot owns one (chunk, 32 rows) or one (row, chunk) at a
+// time; a slot with nothing to do works on an empty chunk of the first one, and so takes part in every barrier.
 //
 // Position counts steps in the direction of the scan: in reverse the arrays come with their last step first and a
 // negative stride.
@@ -19,10 +27,21 @@
 #include "tile_io.cuh"
 #include "warp_scan.cuh"
 
-constexpr int kRounds = 4;
-constexpr int kBlockWarps = 8;
+constexpr int kMostWarps = 8;  // warps a block
 
-// One row of every array, at time 0.
+// Quotient, and the remainder in `rest`. 64-bit division is a subroutine of a hundred instructions.
+__device__ __forceinline__ long long divide(long long x, long long y, long long& rest) {
+  if ((x | y) >> 32) {
+    const long long quotient = x / y;
+    rest = x - quotient * y;
+    return quotient;
+  }
+  const unsigned quotient = (unsigned)x / (unsigned)y;
+  rest = (unsigned)x - quotient * (unsigned)y;
+  return quotient;
+}
+
+// One row of every array, at position 0.
 struct LinearRow {
   const char *gate, *input, *initial;
   char *output, *last;
@@ -30,14 +49,15 @@ struct LinearRow {
 
 __device__ __forceinline__ LinearRow locate_row(const LinearArgs& args, long long row) {
   LinearRow at = {args.gate.start, args.input.start, args.initial.start, args.output.start, args.last.start};
+#pragma unroll 1
   for (int d = args.row_dims - 1; d >= 0; --d) {
-    long long rest = row / args.row_size[d], i = row - rest * args.row_size[d];
+    long long i = row;
+    row = d > 0 ? divide(row, args.row_size[d], i) : 0;
     at.gate += i * args.gate.row[d];
     at.input += i * args.input.row[d];
     at.initial += i * args.initial.row[d];
     at.output += i * args.output.row[d];
     at.last += i * args.last.row[d];
-    row = rest;
   }
   return at;
 }
@@ -64,220 +84,293 @@ template <class S>
 __device__ __forceinline__ S entering_state(const LinearArgs& args, const LinearRow& at, long long row,
                                             long long chunk) {
   if (chunk > 0)
-    return reinterpret_cast<const S*>(
-        args.summary_input)[row * args.summary_row + (chunk - 1) * args.summary_chunk];
+    return reinterpret_cast<const S*>(args.summary_input)[row * args.summary_row + (chunk - 1) * args.summary_chunk];
   return args.initial.start ? load_item<S>(at.initial) : Scalar<S>::zero();
 }
 
 template <class S>
-__device__ __forceinline__ void store_summary(const LinearArgs& args, long long row, long long chunk,
-                                              Affine<S> map) {
+__device__ __forceinline__ void store_summary(const LinearArgs& args, long long row, long long chunk, Affine<S> map) {
   long long i = row * args.summary_row + chunk * args.summary_chunk;
   reinterpret_cast<S*>(args.summary_gate)[i] = map.gate;
   reinterpret_cast<S*>(args.summary_input)[i] = map.input;
 }
 
-// --- serial --------------------------------------------------------------------------------------------------
+// What goes from tile to tile: the state that enters the next one or, with kSummarise, the map of those so far.
+template <class S, bool kSummarise>
+struct Carry {
+  S state = Scalar<S>::zero();
+  Affine<S> map = Affine<S>::identity();
+  bool empty = true;  // no part yet, and no map
+
+  // Takes in the next part of the row.
+  __device__ __forceinline__ void add(Affine<S> part) {
+    if (kSummarise) {
+      map = empty ? part : combine(map, part);
+      empty = false;
+    } else {
+      state = apply(part, state);
+    }
+  }
+  // Takes in the parts of a tile, `stride` maps apart, and returns the state that enters the one of `warp_in_row`.
+  __device__ __forceinline__ S add_all(const Affine<S>* parts, int stride, int row_warps, int warp_in_row) {
+    S entering = state;
+    for (int w = 0; w < row_warps; ++w) {
+      if (w == warp_in_row) entering = state;
+      add(parts[w * stride]);
+    }
+    return entering;
+  }
+};
+
+// --- rows ----------------------------------------------------------------------------------------------------
 
 // kSteps steps of one row as they came from memory. Two of these alternate, so that the loads of one are under way
-// while the other is worked on: at 93 threads a multiprocessor (12288 rows on 132) this is what fills the memory
-// system, not occupancy.
+// while the other is worked on.
 template <class T>
-struct SerialBuffer {
-  static constexpr int kSteps = 128 / sizeof(typename Accumulated<T>::type);
+struct Steps {
+  static constexpr int kSteps = 32 / sizeof(typename Accumulated<T>::type);
   T gate[kSteps], input[kSteps];
 
-  __device__ __forceinline__ void start(const LinearArgs& args, const LinearRow& at, long long position,
-                                        long long end) {
-    const char* gate_at = at.gate + position * args.gate.time;
-    const char* input_at = at.input + position * args.input.time;
-    int steps = (int)(end - position < kSteps ? end - position : kSteps);
+  __device__ __forceinline__ void start(const LinearArgs& args, const char* gate_at, const char* input_at, int steps) {
+    if (steps >= kSteps) {
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      if (s < steps) {
+      for (int s = 0; s < kSteps; ++s) {
         if (args.gate.start) gate[s] = load_item<T>(gate_at + s * args.gate.time);
         input[s] = load_item<T>(input_at + s * args.input.time);
+      }
+    } else {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        if (s < steps && args.gate.start) gate[s] = load_item<T>(gate_at + s * args.gate.time);
+        if (s < steps) input[s] = load_item<T>(input_at + s * args.input.time);
       }
     }
   }
 };
 
 template <class T, bool kSummarise>
-__device__ __forceinline__ void linear_serial(const LinearArgs& args) {
+__device__ __forceinline__ void linear_rows(const LinearArgs& args) {
   using S = typename Accumulated<T>::type;
-  using Buffer = SerialBuffer<T>;
-  // Item (chunk, row), rows fastest. No barrier and no shuffle in this kernel: threads may leave.
-  for (long long item = (long long)blockIdx.x * blockDim.x + threadIdx.x; item < args.rows * args.chunks;
-       item += (long long)gridDim.x * blockDim.x) {
-    long long chunk = item / args.rows, row = item - chunk * args.rows;
-    long long begin = chunk * args.chunk;
-    long long end = begin + args.chunk < args.length ? begin + args.chunk : args.length;
-    LinearRow at = locate_row(args, row);
-    char* output_at = at.output + begin * args.output.time;
-    S state = kSummarise ? Scalar<S>::zero() : entering_state<S>(args, at, row, chunk);
-    Affine<S> folded = Affine<S>::identity();
-
-    auto process = [&](const Buffer& buffer, long long position) {
-      int steps = (int)(end - position < Buffer::kSteps ? end - position : Buffer::kSteps);
-#pragma unroll
-      for (int s = 0; s < Buffer::kSteps; ++s) {
-        Affine<S> step = make_step<T, S>(args, buffer.gate[s], buffer.input[s], s < steps);
-        if (kSummarise) {
-          folded = combine(folded, step);
-        } else {
-          state = apply(step, state);
-          if (s < steps) store_as(output_at, args.output_code, state);
-          output_at += args.output.time;
-        }
-      }
-    };
-    Buffer even, odd;
-    even.start(args, at, begin, end);
-    for (long long position = begin; position < end; position += 2 * Buffer::kSteps) {
-      odd.start(args, at, position + Buffer::kSteps, end);
-      process(even, position);
-      even.start(args, at, position + 2 * Buffer::kSteps, end);
-      process(odd, position + Buffer::kSteps);
-    }
-    if (kSummarise)
-      store_summary(args, row, chunk, folded);
-    else if (args.last.start && end == args.length)
-      *reinterpret_cast<S*>(at.last) = state;
-  }
-}
-
-// --- block ---------------------------------------------------------------------------------------------------
-
-// The packs of one array that a thread owns in one round; `position` is the first, kItems steps follow it.
-template <class T>
-__device__ __forceinline__ Pack<T> load_pack(const LinearArray& array, const char* row, long long position,
-                                             long long end) {
-  constexpr int V = Pack<T>::kItems;
-  Pack<T> pack;
-  if (array.packs && position + V <= end) {
-    const bool down = array.time < 0;  // the pack's last step has the lowest address
-    Pack<T> stored = load_item<Pack<T>>(row + (down ? position + V - 1 : position) * array.time);
-#pragma unroll
-    for (int v = 0; v < V; ++v) pack.item[v] = down ? stored.item[V - 1 - v] : stored.item[v];
-  } else {
-#pragma unroll
-    for (int v = 0; v < V; ++v)
-      if (position + v < end) pack.item[v] = load_item<T>(row + (position + v) * array.time);
-  }
-  return pack;
-}
-
-template <class T, class S>
-__device__ __forceinline__ void store_pack(const LinearArgs& args, char* row, long long position, long long end,
-                                           const S (&state)[Pack<T>::kItems]) {
-  constexpr int V = Pack<T>::kItems;
-  if (args.output.packs && position + V <= end) {
-    const bool down = args.output.time < 0;
-    Pack<T> pack;
-#pragma unroll
-    for (int v = 0; v < V; ++v) narrow(down ? state[V - 1 - v] : state[v], pack.item[v]);
-    *reinterpret_cast<Pack<T>*>(row + (down ? position + V - 1 : position) * args.output.time) = pack;
-  } else {
-#pragma unroll
-    for (int v = 0; v < V; ++v)
-      if (position + v < end)
-        store_as(row + (position + v) * args.output.time, args.output_code, state[v]);
-  }
-}
-
-// A block has kBlockWarps / row_warps slots; a slot owns one (row, chunk), chunks fastest. Within a tile, warp w of
-// the slot owns the packs [w * kRounds * 32, (w + 1) * kRounds * 32), round r of them the r-th 32, lane i the i-th.
-// The order of association: a pack by its thread, packs by Hillis-Steele, rounds, warps, tiles one after another.
-//
-// One barrier a tile, between the warps' totals and their use. The totals are double buffered: a warp that writes
-// those of tile k + 2 has passed the barrier of tile k + 1, before which everyone finished reading those of tile k.
-template <class T, bool kSummarise>
-__device__ __forceinline__ void linear_block(const LinearArgs& args) {
-  using S = typename Accumulated<T>::type;
-  using Map = Affine<S>;
-  constexpr int V = Pack<T>::kItems;
-  __shared__ Map totals[2][kBlockWarps];
+  constexpr int kSteps = Steps<T>::kSteps;
+  __shared__ Affine<S> maps[2][kMostWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int slot = warp / args.row_warps, warp_in_row = warp % args.row_warps;
-  const int slots = kBlockWarps / args.row_warps;
-  const long long items = args.rows * args.chunks;
-  const long long tile = (long long)args.row_warps * kRounds * 32 * V;
+  const int slots = blockDim.x / 32 / args.row_warps;
+  const long long row_tiles = (args.rows + 31) / 32, items = row_tiles * args.chunks;
+  const long long tile = (long long)args.row_warps * kSteps;
   int parity = 0;
 
-  for (long long first_item = (long long)blockIdx.x * slots; first_item < items;
-       first_item += (long long)gridDim.x * slots) {
-    // A slot beyond the last item works on an empty chunk of item 0: it takes part in every barrier.
-    const bool real = first_item + slot < items;
-    const long long item = real ? first_item + slot : 0;
-    const long long row = item / args.chunks, chunk = item - row * args.chunks;
+  for (long long first = (long long)blockIdx.x * slots; first < items; first += (long long)gridDim.x * slots) {
+    const long long item = first + slot < items ? first + slot : 0;
+    long long row_tile;
+    const long long chunk = divide(item, row_tiles, row_tile);
+    const bool real = first + slot < items && row_tile * 32 + lane < args.rows;
+    // A lane beyond the last row reads the last one and leaves nothing.
+    const long long row = row_tile * 32 + lane < args.rows ? row_tile * 32 + lane : args.rows - 1;
+    const long long begin = chunk * args.chunk;
+    const long long end = begin + args.chunk < args.length ? begin + args.chunk : args.length;
+    const LinearRow at = locate_row(args, row);
+    Carry<S, kSummarise> carry;
+    if (!kSummarise) carry.state = entering_state<S>(args, at, row, chunk);
+
+    auto steps_at = [&](long long base) {
+      const long long left = end - base - (long long)warp_in_row * kSteps;
+      return left < 0 ? 0 : left < kSteps ? (int)left : kSteps;
+    };
+    auto start = [&](Steps<T>& steps, long long base) {
+      const long long position = base + (long long)warp_in_row * kSteps;
+      steps.start(args, at.gate + position * args.gate.time, at.input + position * args.input.time, steps_at(base));
+    };
+    auto process = [&](const Steps<T>& raw, long long base) {
+      const int steps = steps_at(base);
+      S entering = carry.state;
+      if (args.row_warps > 1 || kSummarise) {
+        Affine<S> own = make_step<T, S>(args, raw.gate[0], raw.input[0], steps > 0);
+#pragma unroll
+        for (int s = 1; s < kSteps; ++s)
+          own = combine(own, make_step<T, S>(args, raw.gate[s], raw.input[s], s < steps));
+        if (args.row_warps > 1) {
+          maps[parity][warp][lane] = own;
+          __syncthreads();
+          entering = carry.add_all(&maps[parity][slot * args.row_warps][lane], 32, args.row_warps, warp_in_row);
+          parity ^= 1;
+        } else {
+          carry.add(own);
+        }
+      }
+      if (kSummarise) return;
+      S states[kSteps];
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s)
+        states[s] = entering = apply(make_step<T, S>(args, raw.gate[s], raw.input[s], s < steps), entering);
+      if (args.row_warps == 1) carry.state = entering;
+      // The identity steps of a tail leave the state as it is, so this is h[length - 1] to the bit.
+      if (steps > 0 && end == args.length && base + (long long)(warp_in_row + 1) * kSteps >= end && real &&
+          args.last.start)
+        *reinterpret_cast<S*>(at.last) = entering;
+      char* to = at.output + (base + (long long)warp_in_row * kSteps) * args.output.time;
+      if (args.output_code == kItemCode<T> && steps == kSteps) {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s)
+          if (real) narrow(states[s], *reinterpret_cast<T*>(to + s * args.output.time));
+      } else {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s)
+          if (real && s < steps) store_as(to + s * args.output.time, args.output_code, states[s]);
+      }
+    };
+    Steps<T> even, odd;
+    start(even, begin);
+    // Every slot of the block takes the same number of tiles: as many as a whole chunk has.
+    for (long long base = begin; base < begin + args.chunk; base += 2 * tile) {
+      start(odd, base + tile);
+      process(even, base);
+      if (base + tile >= begin + args.chunk) break;
+      start(even, base + 2 * tile);
+      process(odd, base + tile);
+    }
+    if (kSummarise && real && warp_in_row == 0) store_summary(args, row, chunk, carry.map);
+  }
+}
+
+// --- time ----------------------------------------------------------------------------------------------------
+
+// A thread's packs in a tile. Warp w of a slot owns the packs [w * kRounds * 32, (w + 1) * kRounds * 32), round r of
+// them the r-th 32, lane i the i-th. The order of association: a pack by its thread, packs by Hillis-Steele, rounds,
+// warps, tiles.
+template <class T>
+struct Packs {
+  static constexpr int kItems = Pack<T>::kItems;
+  static constexpr int kRounds = kItems == 8 ? 2 : 4;
+  static constexpr int kApart = 32 * kItems;  // steps from one of a thread's packs to its next
+  Pack<T> pack[kRounds];
+
+  // Starts loading the packs whose first step is `first` bytes from the row's start and whose steps below `left` exist.
+  __device__ __forceinline__ void start(const LinearArray& array, const char* at, int left) {
+    if (array.packs && left >= kRounds * kApart) {
+      if (array.time < 0) at += (kItems - 1) * array.time;  // the lowest item of a pack
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r) pack[r] = load_item<Pack<T>>(at + r * kApart * array.time);
+    } else {
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+        for (int v = 0; v < kItems; ++v)
+          if (r * kApart + v < left) pack[r].item[v] = load_item<T>(at + (r * kApart + v) * array.time);
+    }
+  }
+  // The end of the loads: brings the items into the order of the scan.
+  __device__ __forceinline__ void settle(const LinearArray& array, int left) {
+    if (array.packs && left >= kRounds * kApart && array.time < 0) {
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+        for (int v = 0; v < kItems / 2; ++v) {
+          const T low = pack[r].item[v];
+          pack[r].item[v] = pack[r].item[kItems - 1 - v];
+          pack[r].item[kItems - 1 - v] = low;
+        }
+    }
+  }
+};
+
+template <class T, class S>
+__device__ __forceinline__ void store_states(const LinearArgs& args, char* to, int left,
+                                             const S (&state)[Packs<T>::kRounds][Pack<T>::kItems]) {
+  constexpr int kItems = Pack<T>::kItems, kApart = Packs<T>::kApart, kRounds = Packs<T>::kRounds;
+  if (args.output.packs && left >= kRounds * kApart) {
+    const bool down = args.output.time < 0;
+    if (down) to += (kItems - 1) * args.output.time;
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      Pack<T> pack;
+#pragma unroll
+      for (int v = 0; v < kItems; ++v) narrow(down ? state[r][kItems - 1 - v] : state[r][v], pack.item[v]);
+      *reinterpret_cast<Pack<T>*>(to + r * kApart * args.output.time) = pack;
+    }
+  } else {
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+      for (int v = 0; v < kItems; ++v)
+        if (r * kApart + v < left) store_as(to + (r * kApart + v) * args.output.time, args.output_code, state[r][v]);
+  }
+}
+
+template <class T, bool kSummarise>
+__device__ __forceinline__ void linear_time(const LinearArgs& args) {
+  using S = typename Accumulated<T>::type;
+  using Map = Affine<S>;
+  constexpr int kItems = Pack<T>::kItems, kApart = Packs<T>::kApart, kRounds = Packs<T>::kRounds;
+  __shared__ Map maps[2][kMostWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int slot = warp / args.row_warps, warp_in_row = warp % args.row_warps;
+  const int slots = blockDim.x / 32 / args.row_warps;
+  const long long items = args.rows * args.chunks;
+  const long long tile = (long long)args.row_warps * kRounds * kApart;
+  int parity = 0;
+
+  for (long long first = (long long)blockIdx.x * slots; first < items; first += (long long)gridDim.x * slots) {
+    const bool real = first + slot < items;
+    long long chunk;
+    const long long row = divide(real ? first + slot : 0, args.chunks, chunk);
     const long long begin = chunk * args.chunk;
     long long end = begin + args.chunk < args.length ? begin + args.chunk : args.length;
     if (!real) end = begin;
     const LinearRow at = locate_row(args, row);
-    S entering = kSummarise || !real ? Scalar<S>::zero() : entering_state<S>(args, at, row, chunk);
-    Map folded = Map::identity();
+    Carry<S, kSummarise> carry;
+    if (!kSummarise && real) carry.state = entering_state<S>(args, at, row, chunk);
 
     for (long long base = begin; base < begin + args.chunk; base += tile, parity ^= 1) {
-      long long position[kRounds];
-      Map step[kRounds][V], before[kRounds], round_total[kRounds];
-      Pack<T> gates[kRounds], inputs[kRounds];
-#pragma unroll
-      for (int r = 0; r < kRounds; ++r) {
-        position[r] = base + (((long long)warp_in_row * kRounds + r) * 32 + lane) * V;
-        if (args.gate.start)
-          gates[r] = load_pack<T>(args.gate, at.gate, position[r], end);
-        inputs[r] = load_pack<T>(args.input, at.input, position[r], end);
-      }
-      Map warp_total;
+      const long long position = base + (warp_in_row * kRounds * 32 + lane) * kItems;
+      // Of the steps from `position`, those below `left` exist; the bound is more than a thread looks at.
+      const int left = (int)(end - position < 2 * kRounds * kApart ? end - position : 2 * kRounds * kApart);
+      Packs<T> gates, inputs;
+      if (args.gate.start) gates.start(args.gate, at.gate + position * args.gate.time, left);
+      inputs.start(args.input, at.input + position * args.input.time, left);
+      if (args.gate.start) gates.settle(args.gate, left);
+      inputs.settle(args.input, left);
+
+      Map step[kRounds][kItems], before[kRounds], total[kRounds], warp_map;
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
         Map own;
 #pragma unroll
-        for (int v = 0; v < V; ++v) {
-          step[r][v] = make_step<T, S>(args, gates[r].item[v], inputs[r].item[v], position[r] + v < end);
+        for (int v = 0; v < kItems; ++v) {
+          step[r][v] = make_step<T, S>(args, gates.pack[r].item[v], inputs.pack[r].item[v], r * kApart + v < left);
           own = v == 0 ? step[r][v] : combine(own, step[r][v]);
         }
-        Map inclusive = warp_inclusive_scan(own, lane);
+        const Map inclusive = warp_inclusive_scan(own, lane);
         before[r] = from_lane_below(inclusive, 1);
-        round_total[r] = from_last_lane(inclusive);
-        warp_total = r == 0 ? round_total[r] : combine(warp_total, round_total[r]);
+        total[r] = from_last_lane(inclusive);
+        warp_map = r == 0 ? total[r] : combine(warp_map, total[r]);
       }
+      S entering = carry.state;
       if (args.row_warps > 1) {
-        if (lane == 0) totals[parity][warp] = warp_total;
+        if (lane == 0) maps[parity][warp] = warp_map;
         __syncthreads();
-      }
-      if (kSummarise) {
-        for (int w = 0; w < args.row_warps; ++w) {
-          Map total = args.row_warps > 1 ? totals[parity][slot * args.row_warps + w] : warp_total;
-          folded = base == begin && w == 0 ? total : combine(folded, total);
-        }
-        continue;
-      }
-      // The concrete state that enters this warp, and the one that enters the next tile.
-      S state = entering;
-      if (args.row_warps > 1) {
-        for (int w = 0; w < args.row_warps; ++w) {
-          if (w == warp_in_row) state = entering;
-          entering = apply(totals[parity][slot * args.row_warps + w], entering);
-        }
+        entering = carry.add_all(&maps[parity][slot * args.row_warps], 1, args.row_warps, warp_in_row);
       } else {
-        entering = apply(warp_total, entering);
+        carry.add(warp_map);
       }
+      if (kSummarise) continue;
+      S state[kRounds][kItems];
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
-        S running = lane == 0 ? state : apply(before[r], state);
-        S states[V];
+        S running = lane == 0 ? entering : apply(before[r], entering);
 #pragma unroll
-        for (int v = 0; v < V; ++v) {
-          running = apply(step[r][v], running);
-          states[v] = running;
-          if (position[r] + v == args.length - 1 && real && args.last.start)
-            *reinterpret_cast<S*>(at.last) = running;
-        }
-        store_pack<T>(args, at.output, position[r], end, states);
-        state = apply(round_total[r], state);
+        for (int v = 0; v < kItems; ++v) state[r][v] = running = apply(step[r][v], running);
+        entering = apply(total[r], entering);
+      }
+      store_states<T>(args, at.output + position * args.output.time, left, state);
+      if (args.last.start && end == args.length && base + tile >= end) {
+#pragma unroll
+        for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+          for (int v = 0; v < kItems; ++v)
+            if (r * kApart + v == left - 1) *reinterpret_cast<S*>(at.last) = state[r][v];
       }
     }
-    if (kSummarise && real && lane == 0 && warp_in_row == 0) store_summary(args, row, chunk, folded);
+    if (kSummarise && real && lane == 0 && warp_in_row == 0) store_summary(args, row, chunk, carry.map);
   }
 }

@@ -36,5 +36,6 @@ struct SelectiveArgs {
   int A_code, D_code, bias_code, output_code;
   int adds_to_partial_sum, leaves_partial_sum;
   int softplus, limited;
-  int time_fast;  // pairs of a tile lie along time ("bdl"), not along channels ("bld")
+  int plain;  // all of u, delta, z and the output are vectors of u's type, B and C of u's type and in its orientation,
+              // one slice, no limits
 };

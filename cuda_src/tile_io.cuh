@@ -17,53 +17,32 @@ struct alignas(16) Pack {
 
 // --- pairs ---------------------------------------------------------------------------------------------------
 
-// Two items as they came from memory: a word each, or both 16-bit items in the first word.
-struct alignas(8) RawPair {
+// Two items as they came from memory: 16-bit items in one word, two words, or two doubles. `vector`: they are
+// neighbours in memory and aligned as one, so one access brings both.
+struct alignas(8) WordPair {
   unsigned first, second;
 };
-struct alignas(16) RawPair64 {
+struct alignas(16) DoublePair {
   double first, second;
 };
-template <class R>
+
+// What holds a pair of Items; kMayBeWide: or of float32, where Item has 16 bits.
+template <class Item, bool kMayBeWide>
 struct RawPairOf {
-  using type = RawPair;
+  using type = WordPair;
 };
 template <>
-struct RawPairOf<double> {
-  using type = RawPair64;
+struct RawPairOf<bf16_t, false> {
+  using type = unsigned;
 };
-
-// Starts loading the pair at `address`, whose second item is `next` bytes on; where it does not exist the words become
-// 0. `wide`: float32 items where Item has 16 bits. `vector`: the two are neighbours in memory (next > 0: the second is
-// the upper one), aligned as one, and exist both or not at all.
-// Nothing here depends on what was loaded, so nothing waits.
-template <class Item>
-__device__ __forceinline__ void start_pair(RawPair& raw, const char* address, long long next, bool has_first, bool has_second, bool wide, bool vector) {
-  raw = {0, 0};
-  if (sizeof(Item) == 4 || wide) {
-    if (vector) {
-      if (has_first) raw = load_item<RawPair>(next > 0 ? address : address + next);
-    } else {
-      if (has_first) raw.first = load_item<unsigned>(address);
-      if (has_second) raw.second = load_item<unsigned>(address + next);
-    }
-  } else if (vector) {
-    if (has_first) raw.first = load_item<unsigned>(next > 0 ? address : address + next);
-  } else {
-    if (has_first) raw.first = load_item<unsigned short>(address);
-    if (has_second) raw.second = load_item<unsigned short>(address + next);
-  }
-}
-template <class Item>
-__device__ __forceinline__ void start_pair(RawPair64& raw, const char* address, long long next, bool has_first, bool has_second, bool, bool vector) {
-  raw = {0, 0};
-  if (vector) {
-    if (has_first) raw = load_item<RawPair64>(next > 0 ? address : address + next);
-  } else {
-    if (has_first) raw.first = load_item<double>(address);
-    if (has_second) raw.second = load_item<double>(address + next);
-  }
-}
+template <>
+struct RawPairOf<f16_t, false> {
+  using type = unsigned;
+};
+template <bool kMayBeWide>
+struct RawPairOf<double, kMayBeWide> {
+  using type = DoublePair;
+};
 
 template <class Item>
 __device__ __forceinline__ float widen_bits(unsigned bits) {
@@ -73,41 +52,128 @@ __device__ __forceinline__ float widen_bits(unsigned bits) {
     return widen(Item{(unsigned short)bits});
 }
 
-template <class Item>
-__device__ __forceinline__ void unpack_pair(const RawPair& raw, bool wide, bool vector, long long next, float& first,
-                                            float& second) {
-  float low, high;
-  if (sizeof(Item) == 4 || wide) {
-    low = __uint_as_float(raw.first);
-    high = __uint_as_float(raw.second);
-  } else {
-    low = widen_bits<Item>(raw.first);
-    high = widen_bits<Item>(vector ? raw.first >> 16 : raw.second);
+template <class R, int N>
+__device__ __forceinline__ void swap_pairs(R (&values)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i += 2) {
+    const R first = values[i];
+    values[i] = values[i + 1];
+    values[i + 1] = first;
   }
-  first = vector && next < 0 ? high : low;
-  second = vector && next < 0 ? low : high;
-}
-template <class Item>
-__device__ __forceinline__ void unpack_pair(const RawPair64& raw, bool, bool vector, long long next, double& first,
-                                            double& second) {
-  first = vector && next < 0 ? raw.second : raw.first;
-  second = vector && next < 0 ? raw.first : raw.second;
 }
 
-// Rounds and stores a pair; the arguments are those of start_pair.
-template <class Item, class R>
-__device__ __forceinline__ void store_pair(char* address, long long next, R first, R second,
-                                           bool has_first, bool has_second, int code, bool vector) {
+// Starts the loads of N pairs, `hop` bytes apart from `at`, the second item of each `next` bytes from the first; with
+// `vector`, `at` is the lower of the two. Bits 2i and 2i + 1 of `exists` say which items of pair i to read; the others
+// become 0. With vectors, nothing here depends on what was loaded, so nothing waits.
+template <class Item, int N>
+__device__ __forceinline__ void start_pairs(unsigned (&raw)[N], const char* at, long long hop, long long next,
+                                            unsigned exists, bool, bool vector) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) raw[i] = 0;
+  if (vector) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (exists >> 2 * i & 1) raw[i] = load_item<unsigned>(at + i * hop);
+  } else {
+    unsigned second[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      second[i] = 0;
+      if (exists >> 2 * i & 1) raw[i] = load_item<unsigned short>(at + i * hop);
+      if (exists >> 2 * i & 2) second[i] = load_item<unsigned short>(at + i * hop + next);
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) raw[i] |= second[i] << 16;
+  }
+}
+template <class Item, int N>
+__device__ __forceinline__ void start_pairs(WordPair (&raw)[N], const char* at, long long hop, long long next,
+                                            unsigned exists, bool wide, bool vector) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) raw[i] = {0, 0};
+  if constexpr (sizeof(Item) == 2) {
+    if (!wide) {
+      unsigned both[N];
+      start_pairs<Item>(both, at, hop, next, exists, wide, vector);
+#pragma unroll
+      for (int i = 0; i < N; ++i) raw[i].first = both[i];
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (vector) {
+      if (exists >> 2 * i & 1) raw[i] = load_item<WordPair>(at + i * hop);
+    } else {
+      if (exists >> 2 * i & 1) raw[i].first = load_item<unsigned>(at + i * hop);
+      if (exists >> 2 * i & 2) raw[i].second = load_item<unsigned>(at + i * hop + next);
+    }
+  }
+}
+template <class Item, int N>
+__device__ __forceinline__ void start_pairs(DoublePair (&raw)[N], const char* at, long long hop, long long next,
+                                            unsigned exists, bool, bool vector) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    raw[i] = {0, 0};
+    if (vector) {
+      if (exists >> 2 * i & 1) raw[i] = load_item<DoublePair>(at + i * hop);
+    } else {
+      if (exists >> 2 * i & 1) raw[i].first = load_item<double>(at + i * hop);
+      if (exists >> 2 * i & 2) raw[i].second = load_item<double>(at + i * hop + next);
+    }
+  }
+}
+
+// The end of the loads: the items of pair i as values 2i and 2i + 1. `swapped`: a vector's lower item is the second.
+template <class Item>
+__device__ __forceinline__ void unpack_pair(unsigned raw, bool, float& first, float& second) {
+  first = widen_bits<Item>(raw);
+  second = widen_bits<Item>(raw >> 16);
+}
+template <class Item>
+__device__ __forceinline__ void unpack_pair(WordPair raw, bool wide, float& first, float& second) {
+  if (sizeof(Item) == 4 || wide) {
+    first = __uint_as_float(raw.first);
+    second = __uint_as_float(raw.second);
+  } else {
+    unpack_pair<Item>(raw.first, wide, first, second);
+  }
+}
+template <class Item>
+__device__ __forceinline__ void unpack_pair(DoublePair raw, bool, double& first, double& second) {
+  first = raw.first;
+  second = raw.second;
+}
+template <class Item, class Raw, class R, int N>
+__device__ __forceinline__ void unpack_pairs(const Raw (&raw)[N], bool wide, bool swapped, R (&values)[2 * N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) unpack_pair<Item>(raw[i], wide, values[2 * i], values[2 * i + 1]);
+  if (swapped) swap_pairs(values);
+}
+
+// Rounds and stores N pairs; the arguments are those of start_pairs. With `vector` the items are of type Item.
+template <class Item, class R, int N>
+__device__ __forceinline__ void store_pairs(char* at, long long hop, long long next, R (&values)[N], unsigned exists,
+                                            int code, bool vector, bool swapped) {
   if (vector) {
     struct alignas(2 * sizeof(Item)) Both {
-      Item low, high;
-    } both;
-    narrow(next > 0 ? first : second, both.low);
-    narrow(next > 0 ? second : first, both.high);
-    if (has_first) *reinterpret_cast<Both*>(next > 0 ? address : address + next) = both;
+      Item lower, upper;
+    };
+    if (swapped) swap_pairs(values);
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      Both both;
+      narrow(values[2 * i], both.lower);
+      narrow(values[2 * i + 1], both.upper);
+      if (exists >> 2 * i & 1) *reinterpret_cast<Both*>(at + i * hop) = both;
+    }
   } else {
-    if (has_first) store_as(address, code, first);
-    if (has_second) store_as(address + next, code, second);
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      if (exists >> 2 * i & 1) store_as(at + i * hop, code, values[2 * i]);
+      if (exists >> 2 * i & 2) store_as(at + i * hop + next, code, values[2 * i + 1]);
+    }
   }
 }
 
@@ -122,22 +188,28 @@ struct RawItemOf<float> {
   using type = unsigned;
 };
 
-template <class Item, class S>
-__device__ __forceinline__ void start_item(S& raw, const char* address, bool exists, bool wide) {
+// Starts the loads of N items `hop` bytes apart; bit i of `exists` says whether to read item i.
+template <class Item, class S, class Raw, int N>
+__device__ __forceinline__ void start_items(Raw (&raw)[N], const char* at, long long hop, unsigned exists, bool wide) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) raw[i] = Raw{};
   if constexpr (sizeof(S) == 4 && sizeof(Item) == 2) {
-    if (exists)
-      raw = wide ? load_item<unsigned>(address) : load_item<unsigned short>(address);
-    else
-      raw = 0;
-  } else {
-    raw = exists ? load_item<S>(address) : S{};
+    if (!wide) {
+#pragma unroll
+      for (int i = 0; i < N; ++i)
+        if (exists >> i & 1) raw[i] = load_item<unsigned short>(at + i * hop);
+      return;
+    }
   }
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if (exists >> i & 1) raw[i] = load_item<Raw>(at + i * hop);
 }
 
 template <class Item, class S, class Raw>
 __device__ __forceinline__ S unpack_item(const Raw& raw, bool wide) {
   if constexpr (sizeof(Raw) == 4)
-    return wide ? __uint_as_float(raw) : widen_bits<Item>(raw);
+    return sizeof(Item) == 4 || wide ? __uint_as_float(raw) : widen_bits<Item>(raw);
   else
     return raw;
 }

@@ -248,7 +248,7 @@ def check_out(out: Array, shape: tuple[int, ...], inputs: dict[str, Array], may_
         raise ValueError(f"out must have the result's shape {shape}, got {tuple(out.shape)}")
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError("out must be writable, got a read-only array")
-    if any(stride == 0 and size > 1 for stride, size in zip(out.strides, out.shape, strict=True)):
+    if out.size and any(stride == 0 and size > 1 for stride, size in zip(out.strides, out.shape, strict=True)):
         raise ValueError(f"out must have a place for each item, got a broadcast view with strides {out.strides}")
     for name, x in inputs.items():
         same = (

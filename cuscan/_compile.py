@@ -63,7 +63,7 @@ def cupy_limits(device: int) -> DeviceLimits:
 
     attributes = cupy.cuda.Device(device).attributes
     return DeviceLimits(
-        architecture=10 * attributes["ComputeCapabilityMajor"] + attributes["ComputeCapabilityMinor"],
+        architecture=int(cupy.cuda.Device(device).compute_capability),
         multiprocessors=attributes["MultiProcessorCount"],
         shared_memory=attributes["MaxSharedMemoryPerBlockOptin"],
     )

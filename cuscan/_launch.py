@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from ._arrays import ITEM_CODE, Array, Place, accumulation
-from ._plan import LinearPlan, Schedule, SelectivePlan
+from ._plan import Lanes, LinearPlan, SelectivePlan, plan_linear_summaries
 from ._source import (
     LINEAR_ARRAY,
-    LINEAR_BLOCK_THREADS,
     LINEAR_TAIL,
     SELECTIVE_HEAD,
     SELECTIVE_TAIL,
@@ -117,14 +116,14 @@ def linear(place: Place, plan: LinearPlan, call: LinearCall) -> None:
     along = Rows(entering, chunk * state.itemsize, strides, state.name)
     scan = replace(call, item=state.name, gate=replace(along, start=gate), input=along, output=along,
                    last=None, length=plan.chunks)  # fmt: skip
-    inner = replace(plan, chunks=1, order=replace(plan.order, chunk=plan.chunks))
+    inner = plan_linear_summaries(plan.chunks, plan.order.lanes)
     _linear_launch(place, inner, scan, summarise=False, source_item=call.item)
     _linear_launch(place, plan, call, summarise=False, source_item=call.item, summaries=(gate, entering))
 
 
 def summary_strides(plan: LinearPlan, rows: int) -> tuple[int, int]:
     """Strides of a summary in items, by row and by chunk."""
-    return (1, rows) if plan.order.lanes is Schedule.SERIAL else (plan.chunks, 1)
+    return (1, rows) if plan.order.lanes is Lanes.ROWS else (plan.chunks, 1)
 
 
 def _linear_launch(
@@ -147,13 +146,10 @@ def _linear_launch(
         LINEAR_TAIL, *summaries, value.real, value.imag, *single, call.length, call.rows, *_pad(call.sizes), order.chunk,
         plan.chunks, *summary_strides(plan, call.rows), len(call.sizes), ITEM_CODE[call.output.item], order.row_warps
     )  # fmt: skip
-    if order.lanes is Schedule.SERIAL:
-        threads, blocks = plan.fit.threads, _ceil_div(call.rows * plan.chunks, plan.fit.threads)
-    else:
-        threads = LINEAR_BLOCK_THREADS
-        blocks = _ceil_div(call.rows * plan.chunks, LINEAR_BLOCK_THREADS // 32 // order.row_warps)
-    name = linear_name(order.lanes.value, summarise, call.item)
-    _start(place, linear_source(source_item), name, blocks, threads, packed)
+    teams = call.rows if order.lanes is Lanes.TIME else _ceil_div(call.rows, 32)
+    blocks = _ceil_div(teams * plan.chunks, plan.fit.warps // order.row_warps)
+    name = linear_name(order.lanes, summarise, call.item)
+    _start(place, linear_source(source_item), name, blocks, 32 * plan.fit.warps, packed)
 
 
 # --- selective_scan ----------------------------------------------------------------------------------------------
@@ -192,9 +188,10 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
     state = call.A.shape[1]
     kind, tile = call.kind, plan.fit.tile
     state_dtype = np.dtype(kind.state)
-    # Time is the fast axis where its neighbours are closer than the channels'.
-    time_fast = length > 1 and (channels == 1 or abs(call.u.strides[1]) < abs(call.u.strides[2]))
+    time_fast = kind.time_fast
     real = np.dtype("float64" if kind.item == "float64" else "float32")
+
+    item = kind.item
 
     def sequence(x: Array | None, item: str) -> tuple[int, ...]:
         return _NO_SEQUENCE if x is None else _sequence(place, x, item, time_step, time_fast, plan, call)
@@ -210,32 +207,40 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
         summaries = [place.allocate(shape, state_dtype) for _ in range(2)]
         summary_gate, seed = (place.pointer(x) for x in summaries)
 
+    sequences = [
+        sequence(call.u, item),
+        sequence(call.delta, call.delta.dtype.name),
+        sequence(call.z, item),
+        sequence(call.output, call.output.dtype.name),
+        sequence(scratch, real.name),
+    ]
+    couples = [_couple(place, x, varies, time_step) for x, varies in ((call.B, kind.time_B), (call.C, kind.time_C))]
+    head = struct.pack(
+        SELECTIVE_HEAD,
+        *(field for fields in (*sequences, *couples) for field in fields),
+        *(0 if x is None else place.pointer(x) for x in (call.A, call.D, call.delta_bias, call.initial, call.last)),
+        *call.A.strides,
+        *(0 if x is None else x.strides[0] for x in (call.D, call.delta_bias)),
+        *((0, 0, 0) if call.initial is None else call.initial.strides),
+        *(seed, summary_gate, seed, batch, length, channels, state, call.groups),
+    )
     limits = call.limits or (0.0, 0.0)
     with np.errstate(over="ignore"):
         single = [np.float32(x) for x in limits]
-    pointer = _pointer(place)
-    item = kind.item
-    head = struct.pack(
-        SELECTIVE_HEAD,
-        *sequence(call.u, item),
-        *sequence(call.delta, call.delta.dtype.name),
-        *sequence(call.z, item),
-        *sequence(call.output, call.output.dtype.name),
-        *sequence(scratch, real.name),
-        *_couple(place, call.B, kind.time_B, time_step),
-        *_couple(place, call.C, kind.time_C, time_step),
-        *(pointer(x) for x in (call.A, call.D, call.delta_bias, call.initial, call.last)),
-        *call.A.strides,
-        *(x.strides[0] if x is not None else 0 for x in (call.D, call.delta_bias)),
-        *(call.initial.strides if call.initial is not None else (0, 0, 0)),
-        *(seed, summary_gate, seed, batch, length, channels, state, call.groups),
+    plain = (
+        all(fields[-1] for fields in sequences[:4] if fields[0])
+        and call.delta.dtype == call.u.dtype
+        and all(x.dtype == call.u.dtype or not varies for x, varies in ((call.B, kind.time_B), (call.C, kind.time_C)))
+        and all(bool(fields[7]) == time_fast for fields in couples if fields[2])
+        and plan.slices == 1
+        and call.limits is None
     )
 
     def launch(*, summarise: bool, first_state: int, slices: int, adds: bool, leaves: bool) -> None:
         packed = head + struct.pack(
             SELECTIVE_TAIL, first_state, slices, plan.order.chunk, plan.chunks, *limits, *single,
             *(ITEM_CODE[x.dtype.name] if x is not None else 0 for x in (call.A, call.D, call.delta_bias, call.output)),
-            adds, leaves, call.softplus, call.limits is not None, time_fast,
+            adds, leaves, call.softplus, call.limits is not None, plain,
         )  # fmt: skip
         tiles = _ceil_div(channels // call.groups, tile.channels)
         blocks = slices * batch * call.groups * tiles * plan.chunks
@@ -261,8 +266,6 @@ def scan_summaries(
     entering: int,
 ) -> None:
     """Turn the chunks' summaries (batch, chunks, state, channels) into the states that leave them, from `initial`."""
-    from ._plan import LinearFit, LinearOrder
-
     size = dtype.itemsize
     strides = (chunks * state * channels * size, channels * size, size)
     along = Rows(entering, state * channels * size, strides, dtype.name)
@@ -270,15 +273,10 @@ def scan_summaries(
     if initial is not None:
         first = Rows(place.pointer(initial), 0, (initial.strides[0], initial.strides[2], initial.strides[1]))
     call = LinearCall(dtype.name, replace(along, start=gate), along, first, along, None, chunks, (batch, state, channels))
-    order = LinearOrder(Schedule.SERIAL, Schedule.SERIAL, chunks, 1)
-    linear(place, LinearPlan(order, LinearFit(128), 1, "over the chunks of a selective_scan"), call)
+    linear(place, plan_linear_summaries(chunks, Lanes.ROWS), call)
 
 
 _NO_SEQUENCE = (0, 0, 0, 0, 0, 0)
-
-
-def _pointer(place: Place) -> Any:
-    return lambda x: 0 if x is None else place.pointer(x)
 
 
 def _sequence(

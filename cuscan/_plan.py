@@ -5,12 +5,12 @@ the bits do not depend on it. Everything that chooses stands here; `_launch` onl
 
 What is a template argument of a kernel, and what a run-time value:
 
-    linear_scan      template   item type; serial or block; summarise or apply
+    linear_scan      template   item type; lanes over rows or time; summarise or apply
                      run time   output type, strides, packs, direction, h0, last state, scalar gate, chunk, warps a row
-    selective_scan   template   item type of u and z; type of the state; whether B and C vary in time; tile; summarise
-                     or apply
+    selective_scan   template   item type of u and z; type of the state; orientation; whether B and C vary in time;
+                     tile; summarise or apply
                      run time   types of delta, B, C (float32 or u's), A, D, delta_bias, output; softplus, limits, D, z,
-                     h0, last state, strides, vectors, orientation, direction, slice of the states, chunk
+                     h0, last state, strides, vectors, direction, slice of the states, chunk
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from enum import Enum
 from math import isqrt
 from typing import Any
 
-KERNEL_STEPS = 16  # steps a tile of selective_scan.cu (kTile)
 
 
 class Schedule(Enum):
@@ -47,9 +46,9 @@ class DeviceLimits:
 THRESHOLDS: dict[str, tuple[int, str]] = {
     "linear: rows side by side from which lanes go over rows": (32, "a warp's width"),
     "linear: length up to which contiguous rows go one a thread": (16, "to be measured"),
-    "linear: warps a multiprocessor from which time is not split": (2, "to be measured"),
-    "linear: steps a chunk at least, one row a thread": (256, "to be measured"),
-    "linear: warps a multiprocessor that a split aims at": (8, "to be measured"),
+    "linear: warps a multiprocessor that fill it": (16, "to be measured"),
+    "linear: warps a multiprocessor below which to split": (8, "to be measured"),
+    "linear: tiles a chunk at least": (2, "to be measured"),
     "selective: blocks a multiprocessor, in percent, from which time is not split": (50, "to be measured"),
     "selective: blocks a multiprocessor that a split aims at": (2, "to be measured"),
     "selective: steps a chunk at least": (256, "to be measured"),
@@ -66,7 +65,7 @@ _forced: ContextVar[dict[str, Any]] = ContextVar("forced", default={})
 
 @contextlib.contextmanager
 def forced(**choices: Any) -> Iterator[None]:
-    """Force parts of every plan made inside: schedule, chunk, row_warps, threads, tile, segments."""
+    """Force parts of every plan made inside: schedule, lanes, chunk, row_warps, warps, tile, segments."""
     token = _forced.set({**_forced.get(), **choices})
     try:
         yield
@@ -84,8 +83,15 @@ def _round_up(x: int, multiple: int) -> int:
 
 # --- linear_scan -------------------------------------------------------------------------------------------------
 
-BLOCK_WARPS = 8  # kBlockWarps in linear_scan.cu
-ROUNDS = 4  # kRounds
+BLOCK_WARPS = 8  # kMostWarps in linear_scan.cu
+_WARPS = (1, 2, 4, 8)
+
+
+class Lanes(Enum):
+    """What the lanes of a warp lie along."""
+
+    ROWS = "rows"
+    TIME = "time"
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,7 @@ class LinearProblem:
     """Sizes of a linear_scan; time_fast: time is the axis whose items are closest in memory."""
 
     item_bytes: int
+    state_bytes: int
     rows: int
     length: int
     time_fast: bool
@@ -103,16 +110,16 @@ class LinearOrder:
     """What fixes the bits."""
 
     schedule: Schedule
-    lanes: Schedule  # the kernel: SERIAL has lanes over rows, BLOCK over time
+    lanes: Lanes
     chunk: int  # steps a chunk; the whole length without split
-    row_warps: int  # BLOCK: warps that share a row
+    row_warps: int  # warps that share a row
 
 
 @dataclass(frozen=True)
 class LinearFit:
     """What the bits do not depend on."""
 
-    threads: int  # SERIAL: threads a block
+    warps: int  # a block
 
 
 @dataclass(frozen=True)
@@ -125,9 +132,12 @@ class LinearPlan:
     reason: str
 
 
-def linear_tile(item_bytes: int, row_warps: int) -> int:
-    """Steps that `row_warps` warps of the block kernel take at once."""
-    return row_warps * ROUNDS * 32 * (16 // item_bytes)
+def linear_tile(problem: LinearProblem, lanes: Lanes, row_warps: int) -> int:
+    """Steps that `row_warps` warps take at once."""
+    if lanes is Lanes.ROWS:
+        return row_warps * 32 // problem.state_bytes  # kSteps steps a thread
+    items = 16 // problem.item_bytes  # a pack
+    return row_warps * (2 if items == 8 else 4) * 32 * items  # kRounds packs a thread
 
 
 def plan_linear(problem: LinearProblem, limits: DeviceLimits) -> LinearPlan:
@@ -136,39 +146,46 @@ def plan_linear(problem: LinearProblem, limits: DeviceLimits) -> LinearPlan:
     rows, length = problem.rows, problem.length
     beside = not problem.time_fast and rows >= _threshold("linear: rows side by side from which lanes go over rows")
     short = length <= _threshold("linear: length up to which contiguous rows go one a thread")
-    lanes = Schedule.SERIAL if beside or short else Schedule.BLOCK
     schedule = force.get("schedule")
-    if schedule in (Schedule.SERIAL, Schedule.BLOCK):
-        lanes = schedule
-    lanes = force.get("lanes", lanes)
+    lanes = force.get("lanes", Lanes.ROWS if beside or short or schedule is Schedule.SERIAL else Lanes.TIME)
+    teams = _ceil_div(rows, 32) if lanes is Lanes.ROWS else rows  # what row_warps warps share
 
-    row_warps = 1
-    if lanes is Schedule.BLOCK:
-        while row_warps < BLOCK_WARPS and linear_tile(problem.item_bytes, row_warps) < length:
-            row_warps *= 2
+    # More warps on a row until the row is covered, or for rows side by side until the chip is full.
+    full = limits.multiprocessors * _threshold("linear: warps a multiprocessor that fill it")
+    row_warps = next(
+        (w for w in _WARPS if linear_tile(problem, lanes, w) >= length or (lanes is Lanes.ROWS and teams * w >= full)),
+        BLOCK_WARPS,
+    )
+    if schedule is Schedule.SERIAL:
+        row_warps = 1
     row_warps = force.get("row_warps", row_warps)
-    warps = _ceil_div(rows, 32) if lanes is Schedule.SERIAL else rows * row_warps
-    enough = limits.multiprocessors * _threshold("linear: warps a multiprocessor from which time is not split")
-    if lanes is Schedule.SERIAL:
-        least = _threshold("linear: steps a chunk at least, one row a thread")
-    else:
-        least = linear_tile(problem.item_bytes, row_warps)
-    if schedule is None:
-        schedule = Schedule.SPLIT if warps < enough and length >= 2 * least else lanes
 
-    where = "neighbouring rows" if lanes is Schedule.SERIAL else "time"
+    tile = linear_tile(problem, lanes, row_warps)
+    few = teams * row_warps < limits.multiprocessors * _threshold("linear: warps a multiprocessor below which to split")
+    least = tile * _threshold("linear: tiles a chunk at least")
+    if schedule is None:
+        serial = lanes is Lanes.ROWS and row_warps == 1
+        schedule = Schedule.SPLIT if few and length >= 2 * least else Schedule.SERIAL if serial else Schedule.BLOCK
+
+    shape = f"{row_warps} warp{'s' * (row_warps > 1)} on each {'32 rows' if lanes is Lanes.ROWS else 'row'}"
     if schedule is Schedule.SPLIT:
-        aim = limits.multiprocessors * _threshold("linear: warps a multiprocessor that a split aims at")
-        wanted = max(1, min(_ceil_div(aim, warps), length // least))
-        chunk = force.get("chunk", _round_up(_ceil_div(length, wanted), least))
+        wanted = max(1, min(_ceil_div(full, teams * row_warps), length // least))
+        chunk = force.get("chunk", _round_up(_ceil_div(length, wanted), tile))
         chunks = _ceil_div(length, chunk)
-        reason = f"split: {warps} warps over {where} leave the chip idle, so time is cut into {chunks} chunks"
+        reason = f"split: {shape} would leave the chip idle, so time is cut into {chunks} chunks"
     else:
         chunk, chunks = length, 1
-        reason = f"{schedule.value}: lanes over {where}, {warps} warps"
-    threads = 32 if warps * chunks < 16 * limits.multiprocessors else 128
+        reason = f"{schedule.value}: lanes over {lanes.value}, {shape}"
+    warps = BLOCK_WARPS if teams * chunks * row_warps >= full else row_warps
     order = LinearOrder(schedule, lanes, chunk, row_warps)
-    return LinearPlan(order, LinearFit(force.get("threads", threads)), chunks, reason)
+    return LinearPlan(order, LinearFit(force.get("warps", warps)), chunks, reason)
+
+
+def plan_linear_summaries(chunks: int, lanes: Lanes) -> LinearPlan:
+    """The scan over the chunks of a split, on summaries that lie as the lanes do: short, and never split again."""
+    row_warps = BLOCK_WARPS if lanes is Lanes.TIME else 1
+    order = LinearOrder(Schedule.SERIAL if row_warps == 1 else Schedule.BLOCK, lanes, chunks, row_warps)
+    return LinearPlan(order, LinearFit(max(row_warps, 4)), 1, "over the summaries of a split")
 
 
 # --- selective_scan ----------------------------------------------------------------------------------------------
@@ -181,6 +198,7 @@ class SelectiveTile:
     states: int
     groups: int
     channels: int
+    steps: int  # steps a tile
     blocks: int  # blocks a multiprocessor that the registers are bounded for
 
     @property
@@ -196,21 +214,23 @@ class SelectiveTile:
     def shared_memory(self, real_bytes: int, state_bytes: int, time_B: bool, time_C: bool) -> int:
         """Bytes of SelectiveTile::Shared in selective_scan.cu, which asserts them."""
         row = self.channels + 2
-        drive = 2 * KERNEL_STEPS * row * 2 * real_bytes
-        couples = sum(2 * (KERNEL_STEPS if varies else 1) * self.slice * state_bytes for varies in (time_B, time_C))
-        return drive + couples + 2 * self.groups * KERNEL_STEPS * row * real_bytes + 2 * self.channels * real_bytes
+        drive = 2 * self.steps * row * 2 * real_bytes
+        couples = sum(2 * (self.steps if varies else 1) * self.slice * state_bytes for varies in (time_B, time_C))
+        return drive + couples + 2 * self.groups * self.steps * row * real_bytes + 2 * self.channels * real_bytes
 
 
 _FLOAT_TILES = (
-    SelectiveTile(1, 8, 32, 2),
-    SelectiveTile(2, 8, 32, 2),
-    SelectiveTile(2, 8, 64, 1),
-    SelectiveTile(4, 4, 32, 4),
-    SelectiveTile(4, 4, 64, 2),
-    SelectiveTile(8, 2, 64, 3),
-    SelectiveTile(8, 8, 32, 2),
+    SelectiveTile(1, 8, 32, 16, 2),
+    SelectiveTile(2, 8, 32, 16, 2),
+    SelectiveTile(2, 8, 32, 32, 2),
+    SelectiveTile(4, 4, 32, 16, 4),
+    SelectiveTile(4, 4, 32, 32, 3),
+    SelectiveTile(4, 4, 64, 16, 2),
+    SelectiveTile(4, 4, 64, 32, 2),
+    SelectiveTile(8, 2, 64, 16, 3),
+    SelectiveTile(8, 8, 32, 16, 2),
 )
-_OTHER_TILES = (SelectiveTile(1, 8, 32, 1), SelectiveTile(4, 4, 32, 1))
+_OTHER_TILES = (SelectiveTile(1, 8, 32, 16, 1), SelectiveTile(4, 4, 32, 16, 1))
 
 
 def selective_tiles(state: str, both_vary: bool) -> tuple[SelectiveTile, ...]:
@@ -274,7 +294,7 @@ def plan_selective(problem: SelectiveProblem, limits: DeviceLimits) -> Selective
     if schedule is Schedule.SPLIT:
         aim = limits.multiprocessors * _threshold("selective: blocks a multiprocessor that a split aims at")
         wanted = max(1, min(_ceil_div(aim, blocks), problem.length // least))
-        chunk = force.get("chunk", _round_up(_ceil_div(problem.length, wanted), KERNEL_STEPS))
+        chunk = force.get("chunk", _round_up(_ceil_div(problem.length, wanted), tile.steps))
         chunks = _ceil_div(problem.length, chunk)
         reason = f"split: {blocks} blocks over batch and channels leave the chip idle, so time is cut into {chunks} chunks"
     elif schedule is Schedule.SERIAL:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ._plan import SelectiveTile, selective_tiles
+from ._plan import BLOCK_WARPS, Lanes, SelectiveTile, selective_tiles
 
 # Options that fix the bits: no contraction but the written one. CuPy adds -ftz=true.
 OPTIONS = ("-std=c++17", "-fmad=false")
@@ -25,8 +25,6 @@ _CPP = {
     "complex64": "complex<float>",
     "complex128": "complex<double>",
 }
-LINEAR_SERIAL_THREADS = 128
-LINEAR_BLOCK_THREADS = 256
 
 # The argument structs of cuda_src/*_args.cuh as _launch.py packs them. The text asserts the sizes.
 LINEAR_ARRAY = "<9q"
@@ -75,9 +73,9 @@ def _module(file: str, arguments: tuple[str, int], entries: dict[str, str]) -> K
     return KernelSource("\n".join(_flatten(file, set()) + tail) + "\n", names)
 
 
-def linear_name(schedule: str, summarise: bool, item: str) -> str:
+def linear_name(lanes: Lanes, summarise: bool, item: str) -> str:
     """Entry point of a linear_scan kernel."""
-    return f"linear_scan_{schedule}_{'summarise' if summarise else 'apply'}_{item}"
+    return f"linear_scan_{lanes.value}_{'summarise' if summarise else 'apply'}_{item}"
 
 
 @cache
@@ -91,11 +89,11 @@ def linear_source(item: str) -> KernelSource:
     if accumulation(item) != item:
         wanted.append((accumulation(item), False))
     for each, summarise in wanted:
-        for schedule, threads in (("serial", LINEAR_SERIAL_THREADS), ("block", LINEAR_BLOCK_THREADS)):
-            name = linear_name(schedule, summarise, each)
+        for lanes in Lanes:
+            name = linear_name(lanes, summarise, each)
             entries[name] = (
-                f'extern "C" __global__ void __launch_bounds__({threads}) {name}(const LinearArgs args) '
-                f"{{ linear_{schedule}<{_CPP[each]}, {str(summarise).lower()}>(args); }}"
+                f'extern "C" __global__ void __launch_bounds__({32 * BLOCK_WARPS}, 2) {name}(const LinearArgs args) '
+                f"{{ linear_{lanes.value}<{_CPP[each]}, {str(summarise).lower()}>(args); }}"
             )
     return _module("linear_scan.cu", ("LinearArgs", LINEAR_ARGS), entries)
 
@@ -106,6 +104,7 @@ class SelectiveKind:
 
     item: str
     complex: bool
+    time_fast: bool  # pairs of a tile lie along time ("bdl"), not along channels ("bld")
     time_B: bool
     time_C: bool
 
@@ -118,8 +117,13 @@ class SelectiveKind:
 def selective_name(kind: SelectiveKind, tile: SelectiveTile, summarise: bool) -> str:
     """Entry point of a selective_scan kernel."""
     parts = ["selective_scan", "summarise" if summarise else "apply", kind.item]
-    parts += ["complex"] * kind.complex + ["constB"] * (not kind.time_B) + ["constC"] * (not kind.time_C)
-    return "_".join([*parts, f"{tile.states}x{tile.groups}x{tile.channels}"])
+    parts += ["complex"] * kind.complex + ["time"] * kind.time_fast + ["constB"] * (not kind.time_B) + ["constC"] * (not kind.time_C)
+    return "_".join([*parts, f"{tile.states}x{tile.groups}x{tile.channels}x{tile.steps}"])
+
+
+def has_time_fast(item: str, is_complex: bool, both_vary: bool) -> bool:
+    """Whether there are kernels whose pairs lie along time; the others read "bdl" one item at a time."""
+    return item != "float64" and not is_complex and both_vary
 
 
 @cache
@@ -128,8 +132,9 @@ def selective_source(kind: SelectiveKind) -> KernelSource:
     entries = {}
     for tile in selective_tiles(kind.state, kind.time_B and kind.time_C):
         template = ", ".join(
-            [_CPP[kind.item], _CPP[kind.state], str(tile.states), str(tile.groups), str(tile.channels)]
-            + [str(flag).lower() for flag in (kind.time_B, kind.time_C)]
+            [_CPP[kind.item], _CPP[kind.state]]
+            + [str(size) for size in (tile.states, tile.groups, tile.channels, tile.steps)]
+            + [str(flag).lower() for flag in (kind.time_fast, kind.time_B, kind.time_C)]
         )
         bytes_of = {"float32": 4, "float64": 8, "complex64": 8}
         real = 8 if kind.item == "float64" else 4
@@ -156,8 +161,11 @@ def all_sources() -> dict[str, KernelSource]:
         for is_complex in (False, True) if item != "float64" else (False,):
             for time_B in (True, False):
                 for time_C in (True, False):
-                    kind = SelectiveKind(item, is_complex, time_B, time_C)
-                    name = f"selective_scan {item}{' complex' * is_complex}"
-                    name += f"{' constant B' * (not time_B)}{' constant C' * (not time_C)}"
-                    sources[name] = selective_source(kind)
+                    for time_fast in (False, True):
+                        if time_fast and not has_time_fast(item, is_complex, time_B and time_C):
+                            continue
+                        kind = SelectiveKind(item, is_complex, time_fast, time_B, time_C)
+                        name = f"selective_scan {item}{' complex' * is_complex}{' time' * time_fast}"
+                        name += f"{' constant B' * (not time_B)}{' constant C' * (not time_C)}"
+                        sources[name] = selective_source(kind)
     return sources

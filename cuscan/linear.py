@@ -220,6 +220,7 @@ def _run(
     fastest = abs(strides["input"][-1]) if sizes else None
     problem = _plan.LinearProblem(
         item_bytes=b.dtype.itemsize,
+        state_bytes=np.dtype(_arrays.accumulation(item)).itemsize,
         rows=call.rows,
         length=length,
         time_fast=fastest is None or abs(b.strides[axis]) < fastest,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from . import _arrays, _launch, _plan, reference
 from ._arrays import Array, Call
-from ._source import SelectiveKind
+from ._source import SelectiveKind, has_time_fast
 
 _AXES = {
     "bld": ("(batch, length, channels)", "(batch, length, state)", "(batch, length, groups, state)"),
@@ -168,7 +169,7 @@ def selective_scan(
                 groups=groups,
             )
             prepared = _launch.SelectiveCall(
-                kind=kind, u=view["u"], delta=view["delta"], A=arrays["A"], B=couples[0], C=couples[1], D=arrays["D"],
+                kind=_oriented(kind, view["u"]), u=view["u"], delta=view["delta"], A=arrays["A"], B=couples[0], C=couples[1], D=arrays["D"],
                 z=view["z"], delta_bias=arrays["delta_bias"], initial=arrays["h0"], output=output, last=last,
                 groups=groups, softplus=bool(delta_softplus), limits=limits,
             )  # fmt: skip
@@ -207,7 +208,7 @@ def _check_types(arrays: dict[str, Array]) -> SelectiveKind:
     for name in ("A", "D", "delta_bias"):
         if arrays[name] is not None and not (is_complex and name == "A"):
             _arrays.check_item(name, arrays[name], (*_arrays.REAL, "complex64") if name == "A" else _arrays.REAL)
-    kind = SelectiveKind(item, is_complex, arrays["B"].ndim != 2, arrays["C"].ndim != 2)
+    kind = SelectiveKind(item, is_complex, False, arrays["B"].ndim != 2, arrays["C"].ndim != 2)
     if arrays["h0"] is not None and arrays["h0"].dtype.name != kind.state:
         raise TypeError(f"h0 must be {kind.state}, the accumulation type here, got {arrays['h0'].dtype.name}")
     return kind
@@ -262,6 +263,13 @@ def _check_shapes(arrays: dict[str, Array], layout: str) -> tuple[int, int, int,
     if len(set(groups.values())) > 1:
         raise ValueError(f"B and C must have the same number of groups, got {groups['B']} and {groups['C']}")
     return batch, length, channels, state, groups.get("B", groups.get("C", 1))
+
+
+def _oriented(kind: SelectiveKind, u: Array) -> SelectiveKind:
+    """The kind whose pairs lie along the axis of u, (batch, length, channels), whose neighbours are closest."""
+    length, channels = u.shape[1:]
+    closer = length > 1 and (channels == 1 or abs(u.strides[1]) < abs(u.strides[2]))
+    return replace(kind, time_fast=closer and has_time_fast(kind.item, kind.complex, kind.time_B and kind.time_C))
 
 
 def _time_second(x: Array | None, layout: str) -> Array | None:

@@ -1,0 +1,1 @@
+"""Measurements of cuscan on the GPU that is there: `python -m bench`."""

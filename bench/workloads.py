@@ -1,0 +1,139 @@
+"""The shapes that are measured, their inputs, and the least time that the chip needs for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .limits import Limits
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Selective:
+    """selective_scan with softplus, D and delta_bias on."""
+
+    batch: int
+    length: int
+    channels: int
+    state: int
+    dtype: str = "bfloat16"
+    layout: str = "bld"
+    z: bool = False
+    h0: bool = False
+    op: str = "selective_scan"
+
+    def inputs(self, cupy: Any, seed: int = 0) -> dict[str, Any]:
+        random = cupy.random.default_rng(seed)
+        dtype = _dtype(self.dtype)
+
+        def sequence(size: int) -> Any:
+            shape = (self.batch, self.length, size) if self.layout == "bld" else (self.batch, size, self.length)
+            return _cast(cupy, random.standard_normal(shape, dtype=cupy.float32), dtype)
+
+        made = {
+            "u": sequence(self.channels),
+            "delta": sequence(self.channels),
+            "A": -cupy.tile(cupy.arange(1, self.state + 1, dtype=cupy.float32), (self.channels, 1)),
+            "B": sequence(self.state),
+            "C": sequence(self.state),
+            "D": random.standard_normal(self.channels, dtype=cupy.float32),
+            "z": sequence(self.channels) if self.z else None,
+            "delta_bias": random.standard_normal(self.channels, dtype=cupy.float32) - 4,
+            "delta_softplus": True,
+            "layout": self.layout,
+        }
+        if self.h0:
+            made["h0"] = random.standard_normal((self.batch, self.channels, self.state), dtype=cupy.float32)
+        return made
+
+    def call(self, cuscan: Any, inputs: dict[str, Any]) -> Callable[[], Any]:
+        return lambda: cuscan.selective_scan(**inputs)
+
+    @property
+    def useful_bytes(self) -> int:
+        tokens = self.batch * self.length
+        return ((3 + self.z) * tokens * self.channels + 2 * tokens * self.state) * _BYTES[self.dtype]
+
+    def least(self, limits: Limits) -> tuple[float, str]:
+        """Seconds, and what binds."""
+        elements = self.batch * self.length * self.channels
+        special = elements * (self.state + 2 + 2 * self.z) / limits.exponentials
+        return max((special, "exponentials"), (self.useful_bytes / limits.copy, "bytes"))
+
+
+@dataclass(frozen=True)
+class Linear:
+    """linear_scan along `axis` of an array of `shape`."""
+
+    shape: tuple[int, ...]
+    axis: int
+    dtype: str = "float32"
+    op: str = "linear_scan"
+
+    def inputs(self, cupy: Any, seed: int = 0) -> dict[str, Any]:
+        random = cupy.random.default_rng(seed)
+        dtype = _dtype(self.dtype)
+        a = _cast(cupy, random.random(self.shape, dtype=cupy.float32), dtype)
+        b = _cast(cupy, random.standard_normal(self.shape, dtype=cupy.float32), dtype)
+        return {"a": a, "b": b, "axis": self.axis}
+
+    def call(self, cuscan: Any, inputs: dict[str, Any]) -> Callable[[], Any]:
+        return lambda: cuscan.linear_scan(**inputs)
+
+    @property
+    def useful_bytes(self) -> int:
+        return 3 * int(np.prod(self.shape, dtype=np.int64)) * _BYTES[self.dtype]
+
+    def least(self, limits: Limits) -> tuple[float, str]:
+        """Seconds, and what binds."""
+        return self.useful_bytes / limits.copy, "bytes"
+
+
+def _dtype(name: str) -> Any:
+    if name != "bfloat16":
+        return np.dtype(name)
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def _cast(cupy: Any, x: Any, dtype: Any) -> Any:
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
+SELECTIVE = (
+    Selective(8, 4096, 1024, 16),
+    Selective(8, 2048, 2048, 16),
+    Selective(1, 2048, 5120, 16),
+    Selective(1, 65536, 2048, 16),
+    Selective(1, 65536, 256, 16),
+    Selective(1, 1048576, 64, 16),
+    Selective(4, 4096, 1024, 64),
+    Selective(2, 4096, 1024, 128),
+    Selective(4096, 16, 1024, 16),
+    Selective(64, 512, 2048, 16),
+    Selective(8, 4096, 1024, 16, dtype="float32"),
+    Selective(8, 4096, 1024, 16, layout="bdl"),
+    Selective(8, 4096, 1024, 16, z=True),
+    Selective(8, 4096, 1024, 16, h0=True),
+    Selective(256, 4, 2048, 16, h0=True),
+)
+LINEAR = (
+    Linear((8, 4096, 1536), 1),
+    Linear((8, 65536, 1536), 1),
+    Linear((8, 1536, 4096), 2),
+    Linear((8, 1536, 65536), 2),
+    Linear((8, 1536, 1024), 2),
+    Linear((8, 4096, 1536), 1, dtype="bfloat16"),
+    Linear((8, 1536, 4096), 2, dtype="bfloat16"),
+    Linear((1, 131072, 512), 1),
+    Linear((1, 16, 4194304), 2),
+    Linear((1 << 28,), 0),
+    Linear((1 << 27, 2), 0),
+    Linear((1000000, 2), 0),
+)
