@@ -176,9 +176,11 @@ template <class S>
 struct Scalar {
   static __device__ __forceinline__ S zero() { return S(0); }
   static __device__ __forceinline__ S one() { return S(1); }
+  static __device__ __forceinline__ S negative_zero() { return S(-0.0); }
 };
 template <class R>
 struct Scalar<complex<R>> {
   static __device__ __forceinline__ complex<R> zero() { return {R(0), R(0)}; }
   static __device__ __forceinline__ complex<R> one() { return {R(1), R(0)}; }
+  static __device__ __forceinline__ complex<R> negative_zero() { return {R(-0.0), R(-0.0)}; }
 };

@@ -79,13 +79,14 @@ __device__ __forceinline__ Affine<S> make_step(const LinearArgs& args, T gate, T
   return exists ? step : Affine<S>::identity();
 }
 
-// The state that enters a chunk: h0 before the first one, what its predecessor leaves before another.
+// The state that enters a chunk: h0 before the first one, what its predecessor leaves before another. Without h0 the
+// first state is the first input as it is: its gate counts as 0, whatever it holds, and -0 changes no input's bits.
 template <class S>
 __device__ __forceinline__ S entering_state(const LinearArgs& args, const LinearRow& at, long long row,
                                             long long chunk) {
   if (chunk > 0)
     return reinterpret_cast<const S*>(args.summary_input)[row * args.summary_row + (chunk - 1) * args.summary_chunk];
-  return args.initial.start ? load_item<S>(at.initial) : Scalar<S>::zero();
+  return args.initial.start ? load_item<S>(at.initial) : Scalar<S>::negative_zero();
 }
 
 template <class S>
@@ -164,16 +165,17 @@ __device__ __forceinline__ void linear_rows(const LinearArgs& args) {
     const long long item = first + slot < items ? first + slot : 0;
     long long row_tile;
     const long long chunk = divide(item, row_tiles, row_tile);
+    // A lane beyond the last row has no steps.
     const bool real = first + slot < items && row_tile * 32 + lane < args.rows;
-    // A lane beyond the last row reads the last one and leaves nothing.
-    const long long row = row_tile * 32 + lane < args.rows ? row_tile * 32 + lane : args.rows - 1;
+    const long long row = real ? row_tile * 32 + lane : 0;
     const long long begin = chunk * args.chunk;
     const long long end = begin + args.chunk < args.length ? begin + args.chunk : args.length;
     const LinearRow at = locate_row(args, row);
     Carry<S, kSummarise> carry;
-    if (!kSummarise) carry.state = entering_state<S>(args, at, row, chunk);
+    if (!kSummarise && real) carry.state = entering_state<S>(args, at, row, chunk);
 
     auto steps_at = [&](long long base) {
+      if (!real) return 0;
       const long long left = end - base - (long long)warp_in_row * kSteps;
       return left < 0 ? 0 : left < kSteps ? (int)left : kSteps;
     };
@@ -181,11 +183,16 @@ __device__ __forceinline__ void linear_rows(const LinearArgs& args) {
       const long long position = base + (long long)warp_in_row * kSteps;
       steps.start(args, at.gate + position * args.gate.time, at.input + position * args.input.time, steps_at(base));
     };
+    auto first_step = [&](const Steps<T>& raw, long long base, bool exists) {
+      Affine<S> step = make_step<T, S>(args, raw.gate[0], raw.input[0], exists);
+      if (base == 0 && warp_in_row == 0 && !args.initial.start) step.gate = Scalar<S>::zero();
+      return step;
+    };
     auto process = [&](const Steps<T>& raw, long long base) {
       const int steps = steps_at(base);
       S entering = carry.state;
       if (args.row_warps > 1 || kSummarise) {
-        Affine<S> own = make_step<T, S>(args, raw.gate[0], raw.input[0], steps > 0);
+        Affine<S> own = first_step(raw, base, steps > 0);
 #pragma unroll
         for (int s = 1; s < kSteps; ++s)
           own = combine(own, make_step<T, S>(args, raw.gate[s], raw.input[s], s < steps));
@@ -202,7 +209,9 @@ __device__ __forceinline__ void linear_rows(const LinearArgs& args) {
       S states[kSteps];
 #pragma unroll
       for (int s = 0; s < kSteps; ++s)
-        states[s] = entering = apply(make_step<T, S>(args, raw.gate[s], raw.input[s], s < steps), entering);
+        states[s] = entering = apply(
+            s == 0 ? first_step(raw, base, steps > 0) : make_step<T, S>(args, raw.gate[s], raw.input[s], s < steps),
+            entering);
       if (args.row_warps == 1) carry.state = entering;
       // The identity steps of a tail leave the state as it is, so this is h[length - 1] to the bit.
       if (steps > 0 && end == args.length && base + (long long)(warp_in_row + 1) * kSteps >= end && real &&
@@ -338,6 +347,7 @@ __device__ __forceinline__ void linear_time(const LinearArgs& args) {
 #pragma unroll
         for (int v = 0; v < kItems; ++v) {
           step[r][v] = make_step<T, S>(args, gates.pack[r].item[v], inputs.pack[r].item[v], r * kApart + v < left);
+          if (r == 0 && v == 0 && position == 0 && !args.initial.start) step[r][v].gate = Scalar<S>::zero();
           own = v == 0 ? step[r][v] : combine(own, step[r][v]);
         }
         const Map inclusive = warp_inclusive_scan(own, lane);

@@ -7,17 +7,16 @@
 struct SequenceArray {
   char* start;
   long long batch, time, channel;
-  int wide;    // items of 4 bytes (float32) where u has 2; delta may be either
-  int vector;  // two neighbours along the fast axis lie in one aligned word pair, and exist both or not at all;
-               // for the output also: items are of the type of u
+  int wide;    // items of float32 where u has 16 bits; delta may be either
+  int vector;  // items are of u's type, and two neighbours along the fast axis are aligned as one access and exist both
+               // or not at all
 };
 
 // B and C: (batch, length, groups, state), or (channels, state) where constant in time.
 struct CoupleArray {
   char* start;
   long long batch, time, group, channel, state;
-  int wide, time_fast;  // time_fast: time is the axis whose neighbours are closest
-  int code;
+  int wide, vector, code;
 };
 
 struct SelectiveArgs {
@@ -36,6 +35,5 @@ struct SelectiveArgs {
   int A_code, D_code, bias_code, output_code;
   int adds_to_partial_sum, leaves_partial_sum;
   int softplus, limited;
-  int plain;  // all of u, delta, z and the output are vectors of u's type, B and C of u's type and in its orientation,
-              // one slice, no limits
+  int plain;  // everything that is there is vectors, one slice, no limits
 };

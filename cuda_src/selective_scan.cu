@@ -29,11 +29,12 @@
 //
 // Position counts steps in the direction of the scan: in reverse the arrays come with their last step first and a
 // negative stride. A step past the chunk's end has delta = 0, delta * u = 0 and B = 0: gate 1, input 0
-// (SequenceStage::commit and CoupleStage::start, the one place where a step is formed).
+// (commit_sequence and commit_couple, the one place where a step is formed).
 #include "operators.cuh"
 #include "selective_tile.cuh"
 
-constexpr int kUnroll = 2;  // steps whose shared-memory loads are issued together
+constexpr int kUnroll = 2;     // steps whose shared-memory loads are issued together
+constexpr int kSumSteps = 16;  // steps of delta that are added before their sum is added to the chunk's
 
 // A complex state stands for a conjugate pair: y = 2 Re(sum).
 template <class R>
@@ -75,7 +76,7 @@ struct Recurrence {
   __device__ __forceinline__ void run(typename Tile::Shared& shared, int channel, int group, int buffer) {
     Loaded loaded[2];
     load(loaded[0], shared, 0, channel, group * kStates, buffer);
-    R tile_sum = 0;
+    R sum = 0;
 #pragma unroll
     for (int time = 0; time < Tile::kSteps; time += kUnroll) {
       const Loaded& now = loaded[time / kUnroll % 2];
@@ -85,7 +86,7 @@ struct Recurrence {
 #pragma unroll
       for (int s = 0; s < kUnroll; ++s) {
         y[s] = 0;
-        if (kSummarise) tile_sum += now.drive[s].delta;
+        if (kSummarise) sum += now.drive[s].delta;
 #pragma unroll
         for (int n = 0; n < kStates; ++n) {
           S B = Tile::kTimeB ? now.B[Tile::kTimeB ? s : 0][n] : constant_B[Tile::kTimeB ? 0 : n];
@@ -99,9 +100,11 @@ struct Recurrence {
       if constexpr (!kSummarise) {
 #pragma unroll
         for (int s = 0; s < kUnroll; ++s) shared.partial[buffer][group][time + s][channel] = y[s];
+      } else if ((time + kUnroll) % kSumSteps == 0) {
+        delta_sum += sum;
+        sum = 0;
       }
     }
-    if (kSummarise) delta_sum += tile_sum;
   }
 };
 
@@ -167,42 +170,58 @@ __device__ __forceinline__ void selective_scan(const SelectiveArgs& args, unsign
                                  (my_state + n) * args.initial_state);
     }
 
-    // The last tile may be ragged; what exists of it, and of every other, is worked out once.
+    // The last tile may be ragged.
     const int ragged_steps = (int)(at.end - at.begin - (long long)(tiles - 1) * Tile::kSteps);
-    const unsigned whole = Pairs<Tile>::exist(Tile::kSteps, at.channels);
-    const unsigned ragged = Pairs<Tile>::exist(ragged_steps, at.channels);
-    SequenceStage<Tile> sequence(args, at);
-    CoupleStage<Tile> B(args.B, at, ragged_steps), C(args.C, at, ragged_steps);
-    Finish<Tile> finish(args, at);
+    const unsigned masks = Tile::Grid::masks(ragged_steps, at.channels);
+    const unsigned couple_masks = Tile::CoupleGrid::masks(ragged_steps, at.states);
+    auto exist = [&](unsigned both, int tile) { return tile == tiles - 1 ? both >> 16 : both & 0xffff; };
     const int groups = (at.states + Tile::kStates - 1) / Tile::kStates;
-    const bool computes = group < groups;
     // May tiles that are whole be done by the plain code?
     const bool plain = args.plain && at.channels == Tile::kChannels && at.states == Tile::kSlice;
-    auto exist = [&](int tile) { return tile == tiles - 1 ? ragged : whole; };
+
+    auto u = stream_of<Tile>(args.u, at), delta = stream_of<Tile>(args.delta, at);
+    auto u_again = u, z = stream_of<Tile>(args.z, at);
+    auto output = stream_of<Tile>(args.output, at), partial_sum = stream_of<Tile>(args.partial_sum, at);
+    auto B = stream_of<Tile>(args.B, at), C = stream_of<Tile>(args.C, at);
+
     auto start_loads = [&](auto is_plain, int tile) {
       constexpr bool kPlain = decltype(is_plain)::value;
-      sequence.template start<kPlain>(args, exist(tile));
-      if constexpr (Tile::kTimeB) B.template start<kPlain>(args.B, tile == tiles - 1);
-      if constexpr (Tile::kTimeC && !kSummarise) C.template start<kPlain>(args.C, tile == tiles - 1);
+      u.template start<kPlain>(shared.u, args.u.vector, exist(masks, tile));
+      delta.template start<kPlain>(shared.delta, args.delta.vector, exist(masks, tile));
+      if constexpr (Tile::kTimeB) B.template start<kPlain>(shared.raw_B, args.B.vector, exist(couple_masks, tile));
+      if constexpr (Tile::kTimeC && !kSummarise)
+        C.template start<kPlain>(shared.raw_C, args.C.vector, exist(couple_masks, tile));
     };
     auto commit = [&](auto is_plain, int tile) {
       constexpr bool kPlain = decltype(is_plain)::value;
-      sequence.template commit<kPlain>(args, shared, tile % 2, tile == tiles - 1 ? ragged_steps : Tile::kSteps);
-      if constexpr (Tile::kTimeB) B.template commit<kPlain>(args.B, shared.B[tile % 2]);
-      if constexpr (Tile::kTimeC && !kSummarise) C.template commit<kPlain>(args.C, shared.C[tile % 2]);
+      commit_sequence<kPlain, Tile>(args, shared, tile % 2, u, delta, exist(masks, tile),
+                                    tile == tiles - 1 ? ragged_steps : Tile::kSteps);
+      if constexpr (Tile::kTimeB)
+        commit_couple<kPlain, Tile>(args.B, B, shared.raw_B, exist(couple_masks, tile), shared.B[tile % 2]);
+      if constexpr (Tile::kTimeC && !kSummarise)
+        commit_couple<kPlain, Tile>(args.C, C, shared.raw_C, exist(couple_masks, tile), shared.C[tile % 2]);
     };
-    // Everything of an interval but the recurrence.
+    // Everything of an interval but the recurrence. What is loaded here is used one interval later.
     auto stage = [&](auto is_plain, int tile) {
       constexpr bool kPlain = decltype(is_plain)::value;
-      const bool finishes = !kSummarise && (kPlain || tile > 0);
-      if (finishes) finish.template start<kPlain>(args, exist(tile - 1));
+      wait_for_copies();
       if (kPlain || tile + 1 < tiles) commit(is_plain, tile + 1);
+      if (!kSummarise && (kPlain || tile > 0)) {
+        finish<kPlain, Tile>(args, shared, (tile - 1) % 2, u_again, z, output, partial_sum, exist(masks, tile - 1),
+                             groups);
+        output.at += output.tile_step;
+        partial_sum.at += partial_sum.tile_step;
+      }
       if (kPlain || tile + 2 < tiles) start_loads(is_plain, tile + 2);
-      if (finishes) finish.template run<kPlain>(args, shared, (tile - 1) % 2, exist(tile - 1), groups);
+      if (!kSummarise && (kPlain || tile < tiles)) {
+        if (args.D) u_again.template start<kPlain>(shared.u_again, args.u.vector, exist(masks, tile));
+        if (args.z.start) z.template start<kPlain>(shared.z, args.z.vector, exist(masks, tile));
+      }
     };
 
     start_loads(General(), 0);
     __syncthreads();  // bias and D are in shared memory
+    wait_for_copies();
     commit(General(), 0);
     if (tiles > 1) start_loads(General(), 1);
     __syncthreads();
@@ -210,7 +229,7 @@ __device__ __forceinline__ void selective_scan(const SelectiveArgs& args, unsign
 #pragma unroll 1
       for (int turn = 0; turn < 2; ++turn) {
         if ((turn == 0) == computes_first) {
-          if (tile < tiles && computes) mine.run(shared, channel, group, tile % 2);
+          if (tile < tiles && group < groups) mine.run(shared, channel, group, tile % 2);
         } else if (plain && tile > 0 && tile + 3 < tiles) {
           stage(Plain(), tile);
         } else {

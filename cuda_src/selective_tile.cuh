@@ -1,9 +1,10 @@
 // The tile of a selective_scan: its shape, its place in shared memory, and the two ends of the pipeline, from global
 // memory to (delta, delta * u), B and C in shared memory, and from partial sums in shared memory to y.
 //
-// (time, channel) arrays move in pairs of neighbours: along channels, or along time where that is the fast axis
-// (kTimeFast). Each thread has kPairs pairs, fixed for the whole scan, so it walks each array with one address that
-// advances by a tile; what exists of a whole tile is a bit mask made once.
+// Every array of a tile is a grid of steps by channels (u, delta, z, y) or of steps by states (B, C), and moves in
+// pairs of neighbours: along channels or states, or along time where that is the fast axis (kTimeFast). Each thread has
+// the same pairs in every tile, so it walks an array with one address, and what exists of a whole tile and of the last
+// one are two bit masks made once.
 //
 // kPlain is the usual case with its flags known to the compiler: a whole tile of which every item exists, items of u's
 // type read and written as vectors, one slice, no limits on delta. It is chosen for each tile at run time, and does
@@ -20,6 +21,95 @@ struct alignas(2 * sizeof(R)) Drive {
   R delta, delta_u;
 };
 
+// What B and C are in memory: of u's type (or float32), or complex.
+template <class Item, class S>
+struct ItemOfCouple {
+  using type = Item;
+};
+template <class Item>
+struct ItemOfCouple<Item, complex<float>> {
+  using type = complex<float>;
+};
+
+// A grid of kSteps steps by kWidth channels or states, and which pairs of it are this thread's. Item 2i is the first of
+// pair i, item 2i + 1 its second.
+template <int kSteps_, int kWidth, int kThreads, bool kTimeFast>
+struct PairGrid {
+  static constexpr int kSteps = kSteps_;
+  static constexpr bool kAlongTime = kTimeFast;
+  static constexpr int kPerRow = (kTimeFast ? kSteps : kWidth) / 2;  // pairs in a row along the fast axis
+  static constexpr int kRows = kTimeFast ? kWidth : kSteps;
+  static constexpr int kHop = kThreads / kPerRow;  // rows from a thread's pair to its next
+  static constexpr int kPairs = (kRows + kHop - 1) / kHop;
+  static constexpr int kItems = 2 * kPairs;
+  static constexpr bool kEven = kRows % kHop == 0;  // every thread has kPairs pairs
+  static_assert(kThreads % kPerRow == 0, "a thread's pairs are whole rows apart");
+  static_assert(kItems <= 16, "two masks in a word");
+
+  static __device__ __forceinline__ int row(int item) { return threadIdx.x / kPerRow + item / 2 * kHop; }
+  static __device__ __forceinline__ int along(int item) { return 2 * (threadIdx.x % kPerRow) + item % 2; }
+  static __device__ __forceinline__ int time(int item) { return kTimeFast ? along(item) : row(item); }
+  static __device__ __forceinline__ int place(int item) { return kTimeFast ? row(item) : along(item); }
+  static __device__ __forceinline__ bool held(int item) { return kEven || row(item) < kRows; }
+
+  // Bit i: does item i exist in a whole tile, of which `width` channels or states exist; bit 16 + i: in the last one?
+  static __device__ __forceinline__ unsigned masks(int last_steps, int width) {
+    unsigned bits = 0;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (!held(i) || place(i) >= width) continue;
+      bits |= 1u << i;
+      if (time(i) < last_steps) bits |= 1u << (16 + i);
+    }
+    return bits;
+  }
+};
+
+// Walks one array, tile by tile: starts the loads of a tile's pairs and, before it starts the next, gives their values.
+// The slots in shared memory belong to the thread, so no barrier is needed between the two.
+template <class Grid, class Item, int kThreads>
+struct PairStream {
+  using Slots = Vector<Item>[kThreads];
+  char* at;  // this thread's first item in the tile that is next; the lower of its first two where pairs are vectors
+  long long hop, next, tile_step;
+
+  // `corner`: the block's item at the first step of its first tile, and place 0.
+  __device__ __forceinline__ PairStream(char* corner, long long time_step, long long place_step, bool vector)
+      : at(corner + Grid::time(0) * time_step + Grid::place(0) * place_step),
+        hop(Grid::kHop * (Grid::kAlongTime ? place_step : time_step)),
+        next(Grid::kAlongTime ? time_step : place_step),
+        tile_step(Grid::kSteps * time_step) {
+    if (vector && next < 0) at += next;
+  }
+
+  template <bool kPlain>
+  __device__ __forceinline__ void start(Slots* slots, bool vector, unsigned exists) {
+    if (kPlain || vector) {
+#pragma unroll
+      for (int i = 0; i < Grid::kPairs; ++i)
+        if (kPlain ? Grid::held(2 * i) : exists >> 2 * i & 1) start_copy(&slots[i][threadIdx.x], at + i * hop);
+    }
+    at += tile_step;
+  }
+
+  // After wait_for_copies. What does not exist is 0.
+  template <bool kPlain, class R>
+  __device__ __forceinline__ void values(const Slots* slots, bool vector, bool wide, unsigned exists,
+                                         R (&to)[Grid::kItems]) const {
+    if (kPlain || vector) {
+#pragma unroll
+      for (int i = 0; i < Grid::kPairs; ++i) {
+        to[2 * i] = to[2 * i + 1] = Scalar<R>::zero();
+        if (kPlain ? Grid::held(2 * i) : exists >> 2 * i & 1)
+          read_vector(&slots[i][threadIdx.x], to[2 * i], to[2 * i + 1]);
+      }
+      if (Grid::kAlongTime && next < 0) swap_pairs(to);
+    } else {
+      load_pairs<Item>(at - tile_step, hop, next, exists, wide, to);
+    }
+  }
+};
+
 // The shape of one instantiation. Item: u and z. S: the state, and A, B, C as computed.
 template <class Item_, class S_, int kStates_, int kGroups_, int kChannels_, int kSteps_, bool kTimeFast_, bool kTimeB_,
           bool kTimeC_>
@@ -27,23 +117,33 @@ struct SelectiveTile {
   using Item = Item_;
   using S = S_;
   using R = typename Accumulated<Item>::type;
+  using CoupleItem = typename ItemOfCouple<Item, S>::type;
   static constexpr int kStates = kStates_, kGroups = kGroups_, kChannels = kChannels_, kSteps = kSteps_;
   static constexpr bool kTimeFast = kTimeFast_, kTimeB = kTimeB_, kTimeC = kTimeC_;
   static constexpr int kSlice = kStates * kGroups;
   static constexpr int kThreads = kChannels * kGroups;
   static constexpr int kRow = kChannels + kRowPadding;
-  static constexpr int kPairs = kSteps * kChannels / 2 / kThreads;
-  static constexpr int kCouples = (kSteps * kSlice + kThreads - 1) / kThreads;  // items of B, and of C, a thread
+  using Grid = PairGrid<kSteps, kChannels, kThreads, kTimeFast>;
+  using CoupleGrid = PairGrid<kSteps, kSlice, kThreads, kTimeFast>;
+  using Stream = PairStream<Grid, Item, kThreads>;
+  using CoupleStream = PairStream<CoupleGrid, CoupleItem, kThreads>;
   static_assert(kChannels % 32 == 0, "a warp covers 32 channels of one state group");
-  static_assert(kSteps * kChannels / 2 % kThreads == 0, "each thread moves the same number of pairs");
-  static_assert(kChannels % kStates == 0, "a thread's items of B are whole steps apart");
+  static_assert(Grid::kEven, "each thread moves the same number of pairs");
 
   struct Shared {
     alignas(16) Drive<R> drive[2][kSteps][kRow];
     alignas(16) S B[2][kTimeB ? kSteps : 1][kSlice];
     alignas(16) S C[2][kTimeC ? kSteps : 1][kSlice];
     alignas(16) R partial[2][kGroups][kSteps][kRow];
-    R bias[kChannels], D[kChannels];
+    alignas(16) R bias[kChannels];
+    alignas(16) R D[kChannels];
+    // Slots of the streams; u passes twice, for the state and for D * u.
+    alignas(16) Vector<Item> u[Grid::kPairs][kThreads];
+    alignas(16) Vector<Item> delta[Grid::kPairs][kThreads];
+    alignas(16) Vector<Item> u_again[Grid::kPairs][kThreads];
+    alignas(16) Vector<Item> z[Grid::kPairs][kThreads];
+    alignas(16) Vector<CoupleItem> raw_B[CoupleGrid::kPairs][kThreads];
+    alignas(16) Vector<CoupleItem> raw_C[CoupleGrid::kPairs][kThreads];
   };
 };
 
@@ -77,241 +177,106 @@ __device__ __forceinline__ SelectiveItem locate_item(const SelectiveArgs& args, 
   return at;
 }
 
-// This thread's pairs of a tile. The i-th is at (time(i), channel(i)); its second item is kNextTime steps and
-// kNextChannel channels on.
 template <class Tile>
-struct Pairs {
-  static constexpr int kPerRow = (Tile::kTimeFast ? Tile::kSteps : Tile::kChannels) / 2;
-  static constexpr int kHop = Tile::kThreads / kPerRow;  // rows (of time or channels) from pair to pair
-  static constexpr int kTimeHop = Tile::kTimeFast ? 0 : kHop, kChannelHop = Tile::kTimeFast ? kHop : 0;
-  static constexpr int kNextTime = Tile::kTimeFast, kNextChannel = !Tile::kTimeFast;
-  static_assert(Tile::kThreads % kPerRow == 0, "pairs of one thread are whole rows apart");
-
-  static __device__ __forceinline__ int time(int i) {
-    return (Tile::kTimeFast ? 2 * (threadIdx.x % kPerRow) : threadIdx.x / kPerRow) + i * kTimeHop;
-  }
-  static __device__ __forceinline__ int channel(int i) {
-    return (Tile::kTimeFast ? threadIdx.x / kPerRow : 2 * (threadIdx.x % kPerRow)) + i * kChannelHop;
-  }
-  // Item 2i is the first of pair i, item 2i + 1 its second.
-  static __device__ __forceinline__ int time_of(int item) { return time(item / 2) + item % 2 * kNextTime; }
-  static __device__ __forceinline__ int channel_of(int item) { return channel(item / 2) + item % 2 * kNextChannel; }
-  // Bit i: does item i exist in a tile of `steps` steps and `channels` channels?
-  static __device__ __forceinline__ unsigned exist(int steps, int channels) {
-    unsigned bits = 0;
-#pragma unroll
-    for (int i = 0; i < 2 * Tile::kPairs; ++i)
-      if (time_of(i) < steps && channel_of(i) < channels) bits |= 1u << i;
-    return bits;
-  }
-};
-
-// Walks one (batch, length, channels) array tile by tile.
+__device__ __forceinline__ typename Tile::Stream stream_of(const SequenceArray& array, const SelectiveItem& item) {
+  return {array.start + item.batch * array.batch + item.first_channel * array.channel + item.begin * array.time,
+          array.time, array.channel, (bool)array.vector};
+}
 template <class Tile>
-struct SequenceCursor {
-  char* at;  // the first pair of the tile
-  long long hop, next, tile_step;
-  bool swapped;
-
-  __device__ __forceinline__ SequenceCursor(const SequenceArray& array, const SelectiveItem& item)
-      : at(array.start + item.batch * array.batch + (item.first_channel + Pairs<Tile>::channel(0)) * array.channel +
-           (item.begin + Pairs<Tile>::time(0)) * array.time),
-        hop(Pairs<Tile>::kTimeHop * array.time + Pairs<Tile>::kChannelHop * array.channel),
-        next(Tile::kTimeFast ? array.time : array.channel),
-        tile_step(Tile::kSteps * array.time),
-        swapped(array.vector && next < 0) {
-    if (swapped) at += next;
-  }
-  __device__ __forceinline__ void advance() { at += tile_step; }
-};
-
-template <class Tile, bool kMayBeWide>
-struct RawSequence {
-  typename RawPairOf<typename Tile::Item, kMayBeWide>::type pair[Tile::kPairs];
-
-  template <bool kPlain>
-  __device__ __forceinline__ void start(const SequenceArray& array, const SequenceCursor<Tile>& cursor,
-                                        unsigned exists) {
-    start_pairs<typename Tile::Item>(pair, cursor.at, cursor.hop, cursor.next, kPlain ? ~0u : exists,
-                                     !kPlain && array.wide, kPlain || array.vector);
-  }
-  template <bool kPlain>
-  __device__ __forceinline__ void unpack(const SequenceArray& array, const SequenceCursor<Tile>& cursor,
-                                         typename Tile::R (&values)[2 * Tile::kPairs]) const {
-    unpack_pairs<typename Tile::Item>(pair, !kPlain && array.wide, Tile::kTimeFast && cursor.swapped, values);
-  }
-};
+__device__ __forceinline__ typename Tile::CoupleStream stream_of(const CoupleArray& array, const SelectiveItem& item) {
+  return {array.start + item.batch * array.batch + item.group * array.group + item.first_state * array.state +
+              item.begin * array.time,
+          array.time, array.state, (bool)array.vector};
+}
 
 __device__ __forceinline__ float limit(const SelectiveArgs& args, int i, float) { return args.limits32[i]; }
 __device__ __forceinline__ double limit(const SelectiveArgs& args, int i, double) { return args.limits64[i]; }
 
-// Brings u and delta into shared memory as (delta, delta * u).
-template <class Tile>
-struct SequenceStage {
+// Brings a tile of u and delta into shared memory as (delta, delta * u). Steps from `steps` on do not exist.
+template <bool kPlain, class Tile>
+__device__ __forceinline__ void commit_sequence(const SelectiveArgs& args, typename Tile::Shared& shared, int buffer,
+                                                const typename Tile::Stream& u, const typename Tile::Stream& delta,
+                                                unsigned exists, int steps) {
+  using Grid = typename Tile::Grid;
   using R = typename Tile::R;
-  static constexpr int kItems = 2 * Tile::kPairs;
-  SequenceCursor<Tile> u_at, delta_at;
-  RawSequence<Tile, false> u;
-  RawSequence<Tile, true> delta;
-
-  __device__ __forceinline__ SequenceStage(const SelectiveArgs& args, const SelectiveItem& item)
-      : u_at(args.u, item), delta_at(args.delta, item) {}
-
-  template <bool kPlain>
-  __device__ __forceinline__ void start(const SelectiveArgs& args, unsigned exists) {
-    u.template start<kPlain>(args.u, u_at, exists);
-    delta.template start<kPlain>(args.delta, delta_at, exists);
-    u_at.advance();
-    delta_at.advance();
+  R d_u[Grid::kItems], d[Grid::kItems];
+  u.template values<kPlain>(shared.u, args.u.vector, false, exists, d_u);
+  delta.template values<kPlain>(shared.delta, args.delta.vector, args.delta.wide, exists, d);
+#pragma unroll
+  for (int i = 0; i < Grid::kItems; ++i) d[i] += shared.bias[Grid::place(i)];
+  if (args.softplus) {
+#pragma unroll
+    for (int i = 0; i < Grid::kItems; ++i) d[i] = softplus(d[i]);
   }
-
-  template <bool kPlain>
-  __device__ __forceinline__ void commit(const SelectiveArgs& args, typename Tile::Shared& shared, int buffer,
-                                         int steps) const {
-    R u_values[kItems], d[kItems];
-    u.template unpack<kPlain>(args.u, u_at, u_values);
-    delta.template unpack<kPlain>(args.delta, delta_at, d);
+  if (!kPlain && args.limited) {
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) d[i] += shared.bias[Pairs<Tile>::channel_of(i)];
-    if (args.softplus) {
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) d[i] = softplus(d[i]);
-    }
-    if (!kPlain && args.limited) {
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) d[i] = clip(d[i], limit(args, 0, R()), limit(args, 1, R()));
-    }
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) u_values[i] = d[i] * u_values[i];
-    if (!kPlain && steps < Tile::kSteps) {
-#pragma unroll
-      for (int i = 0; i < kItems; ++i)
-        if (Pairs<Tile>::time_of(i) >= steps) d[i] = u_values[i] = R(0);
-    }
-#pragma unroll
-    for (int i = 0; i < kItems; ++i)
-      shared.drive[buffer][Pairs<Tile>::time_of(i)][Pairs<Tile>::channel_of(i)] = {d[i], u_values[i]};
+    for (int i = 0; i < Grid::kItems; ++i) d[i] = clip(d[i], limit(args, 0, R()), limit(args, 1, R()));
   }
-};
-
-// Brings B or C into shared memory. The i-th item of a thread is at (time + i * time_hop, state + i * state_hop).
-template <class Tile>
-struct CoupleStage {
-  using S = typename Tile::S;
-  const char* at;
-  long long hop, tile_step;
-  int place, place_hop;          // index of the first item in a [kSteps][kSlice] tile, and to the next
-  unsigned whole, ragged, held;  // bit i: does item i exist in a whole tile, in the last one; is it in the tile at all
-  typename RawItemOf<S>::type item[Tile::kCouples];
-
-  __device__ __forceinline__ CoupleStage(const CoupleArray& array, const SelectiveItem& block, int ragged_steps) {
-    static_assert(Tile::kThreads % Tile::kSteps == 0 && Tile::kThreads % Tile::kSlice == 0,
-                  "a thread's items are whole steps or whole states apart");
-    const int e = threadIdx.x;
-    const int time = array.time_fast ? e % Tile::kSteps : e / Tile::kSlice;
-    const int state = array.time_fast ? e / Tile::kSteps : e % Tile::kSlice;
-    const int time_hop = array.time_fast ? 0 : Tile::kThreads / Tile::kSlice;
-    const int state_hop = array.time_fast ? Tile::kThreads / Tile::kSteps : 0;
-    at = array.start + block.batch * array.batch + block.group * array.group +
-         (block.first_state + state) * array.state + (block.begin + time) * array.time;
-    hop = time_hop * array.time + state_hop * array.state;
-    tile_step = Tile::kSteps * array.time;
-    place = time * Tile::kSlice + state;
-    place_hop = time_hop * Tile::kSlice + state_hop;
-    whole = ragged = held = 0;
 #pragma unroll
-    for (int i = 0; i < Tile::kCouples; ++i) {
-      const int t = time + i * time_hop, n = state + i * state_hop;
-      if (t < Tile::kSteps && n < Tile::kSlice) held |= 1u << i;
-      if (t < Tile::kSteps && n < block.states) whole |= 1u << i;
-      if (t < ragged_steps && n < block.states) ragged |= 1u << i;
-    }
-  }
-
-  // Whether every thread has kCouples items, and what is between them where kPlain knows the orientation.
-  static constexpr bool kEven = Tile::kCouples * Tile::kThreads == Tile::kSteps * Tile::kSlice;
-  static constexpr int kPlaceHop =
-      Tile::kTimeFast ? Tile::kThreads / Tile::kSteps : Tile::kThreads / Tile::kSlice * Tile::kSlice;
-
-  template <bool kPlain>
-  __device__ __forceinline__ void start(const CoupleArray& array, bool is_last) {
-    const unsigned exists = kPlain ? (kEven ? ~0u : held) : is_last ? ragged : whole;
-    start_items<typename Tile::Item, S>(item, at, hop, exists, !kPlain && array.wide);
-    at += tile_step;
-  }
-
-  template <bool kPlain>
-  __device__ __forceinline__ void commit(const CoupleArray& array, S (*tile)[Tile::kSlice]) const {
+  for (int i = 0; i < Grid::kItems; ++i) d_u[i] = d[i] * d_u[i];
+  if (!kPlain) {
 #pragma unroll
-    for (int i = 0; i < Tile::kCouples; ++i)
-      if ((kPlain && kEven) || held >> i & 1)
-        (*tile)[place + i * (kPlain ? kPlaceHop : place_hop)] =
-            unpack_item<typename Tile::Item, S>(item[i], !kPlain && array.wide);
+    for (int i = 0; i < Grid::kItems; ++i)
+      if (Grid::time(i) >= steps) d[i] = d_u[i] = R(0);
   }
-};
+#pragma unroll
+  for (int i = 0; i < Grid::kItems; ++i) shared.drive[buffer][Grid::time(i)][Grid::place(i)] = {d[i], d_u[i]};
+}
+
+// Brings a tile of B or C into shared memory; steps and states that do not exist are 0.
+template <bool kPlain, class Tile>
+__device__ __forceinline__ void commit_couple(const CoupleArray& array, const typename Tile::CoupleStream& stream,
+                                              const typename Tile::CoupleStream::Slots* slots, unsigned exists,
+                                              typename Tile::S (*tile)[Tile::kSlice]) {
+  using Grid = typename Tile::CoupleGrid;
+  typename Tile::S value[Grid::kItems];
+  stream.template values<kPlain>(slots, array.vector, array.wide, exists, value);
+#pragma unroll
+  for (int i = 0; i < Grid::kItems; ++i)
+    if (Grid::held(i)) tile[Grid::time(i)][Grid::place(i)] = value[i];
+}
 
 // Adds a tile's partial sums in the order of the states and brings y to where it goes: to the output, or while there
 // are slices to come to partial_sum.
-template <class Tile>
-struct Finish {
+template <bool kPlain, class Tile>
+__device__ __forceinline__ void finish(const SelectiveArgs& args, const typename Tile::Shared& shared, int buffer,
+                                       const typename Tile::Stream& u, const typename Tile::Stream& z,
+                                       const typename Tile::Stream& output, const typename Tile::Stream& partial_sum,
+                                       unsigned exists, int groups) {
+  using Grid = typename Tile::Grid;
   using R = typename Tile::R;
-  static constexpr int kItems = 2 * Tile::kPairs;
-  SequenceCursor<Tile> u_at, z_at, output_at, partial_sum_at;
-  RawSequence<Tile, false> u, z;
-
-  __device__ __forceinline__ Finish(const SelectiveArgs& args, const SelectiveItem& item)
-      : u_at(args.u, item), z_at(args.z, item), output_at(args.output, item), partial_sum_at(args.partial_sum, item) {}
-
-  template <bool kPlain>
-  __device__ __forceinline__ void start(const SelectiveArgs& args, unsigned exists) {
-    if (args.D) u.template start<kPlain>(args.u, u_at, exists);
-    if (args.z.start) z.template start<kPlain>(args.z, z_at, exists);
-    u_at.advance();
-    z_at.advance();
+  R y[Grid::kItems], value[Grid::kItems];
+#pragma unroll
+  for (int i = 0; i < Grid::kItems; ++i) y[i] = shared.partial[buffer][0][Grid::time(i)][Grid::place(i)];
+  if (!kPlain && args.adds_to_partial_sum) {
+    load_pairs<R>(partial_sum.at, partial_sum.hop, partial_sum.next, exists, false, value);
+#pragma unroll
+    for (int i = 0; i < Grid::kItems; ++i) y[i] += value[i];
   }
-
-  template <bool kPlain>
-  __device__ __forceinline__ void run(const SelectiveArgs& args, const typename Tile::Shared& shared, int buffer,
-                                      unsigned exists, int groups) {
-    R y[kItems], values[kItems];
 #pragma unroll
-    for (int i = 0; i < kItems; ++i)
-      y[i] = shared.partial[buffer][0][Pairs<Tile>::time_of(i)][Pairs<Tile>::channel_of(i)];
-    if (!kPlain && args.adds_to_partial_sum) {
+  for (int g = 1; g < Tile::kGroups; ++g) {
+    if (kPlain || g < groups) {
 #pragma unroll
-      for (int i = 0; i < kItems; ++i)
-        if (exists >> i & 1)
-          y[i] += load_item<R>(partial_sum_at.at + i / 2 * partial_sum_at.hop + i % 2 * partial_sum_at.next);
+      for (int i = 0; i < Grid::kItems; ++i) y[i] += shared.partial[buffer][g][Grid::time(i)][Grid::place(i)];
     }
-#pragma unroll
-    for (int g = 1; g < Tile::kGroups; ++g) {
-      if (kPlain || g < groups) {
-#pragma unroll
-        for (int i = 0; i < kItems; ++i)
-          y[i] += shared.partial[buffer][g][Pairs<Tile>::time_of(i)][Pairs<Tile>::channel_of(i)];
-      }
-    }
-    if (!kPlain && args.leaves_partial_sum) {
-#pragma unroll
-      for (int i = 0; i < kItems; ++i)
-        if (exists >> i & 1)
-          *reinterpret_cast<R*>(partial_sum_at.at + i / 2 * partial_sum_at.hop + i % 2 * partial_sum_at.next) = y[i];
-    } else {
-      if (args.D) {
-        u.template unpack<kPlain>(args.u, u_at, values);
-#pragma unroll
-        for (int i = 0; i < kItems; ++i) y[i] = multiply_add(shared.D[Pairs<Tile>::channel_of(i)], values[i], y[i]);
-      }
-      if (args.z.start) {
-        z.template unpack<kPlain>(args.z, z_at, values);
-#pragma unroll
-        for (int i = 0; i < kItems; ++i) y[i] = y[i] * silu(values[i]);
-      }
-      store_pairs<typename Tile::Item>(output_at.at, output_at.hop, output_at.next, y, kPlain ? ~0u : exists,
-                                       args.output_code, kPlain || args.output.vector,
-                                       Tile::kTimeFast && output_at.swapped);
-    }
-    output_at.advance();
-    partial_sum_at.advance();
   }
-};
+  if (!kPlain && args.leaves_partial_sum) {
+#pragma unroll
+    for (int i = 0; i < Grid::kItems; ++i)
+      if (exists >> i & 1)
+        *reinterpret_cast<R*>(partial_sum.at + i / 2 * partial_sum.hop + i % 2 * partial_sum.next) = y[i];
+    return;
+  }
+  if (args.D) {
+    u.template values<kPlain>(shared.u_again, args.u.vector, false, exists, value);
+#pragma unroll
+    for (int i = 0; i < Grid::kItems; ++i) y[i] = multiply_add(shared.D[Grid::place(i)], value[i], y[i]);
+  }
+  if (args.z.start) {
+    z.template values<kPlain>(shared.z, args.z.vector, false, exists, value);
+#pragma unroll
+    for (int i = 0; i < Grid::kItems; ++i) y[i] = y[i] * silu(value[i]);
+  }
+  store_pairs<typename Tile::Item>(output.at, output.hop, output.next, y, kPlain ? ~0u : exists, args.output_code,
+                                   kPlain || args.output.vector);
+}

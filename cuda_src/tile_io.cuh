@@ -1,9 +1,10 @@
 // Moving tiles between global memory and where they are worked on.
 //
-// Two forms, both split into a start (the loads are issued, nothing waits) and an end (the values are used):
+// Two forms, both split into a start (the copies are issued, nothing waits) and an end (the values are used):
 //   packs   16 bytes of consecutive steps, straight into registers (linear_scan)
-//   pairs   two neighbours of a (time, channel) tile, into raw registers, then converted into shared memory
-//           (selective_scan); one orientation flag serves both layouts
+//   pairs   two neighbours of a tile, by asynchronous copies into slots of shared memory that belong to the thread
+//           (selective_scan). Registers would not do: the copies are under way across branches, and at a branch the
+//           chip waits for loads into registers. What cannot be read two at a time is loaded where it is used.
 #pragma once
 #include "item_types.cuh"
 
@@ -17,39 +18,30 @@ struct alignas(16) Pack {
 
 // --- pairs ---------------------------------------------------------------------------------------------------
 
-// Two items as they came from memory: 16-bit items in one word, two words, or two doubles. `vector`: they are
-// neighbours in memory and aligned as one, so one access brings both.
-struct alignas(8) WordPair {
-  unsigned first, second;
-};
-struct alignas(16) DoublePair {
-  double first, second;
-};
-
-// What holds a pair of Items; kMayBeWide: or of float32, where Item has 16 bits.
-template <class Item, bool kMayBeWide>
-struct RawPairOf {
-  using type = WordPair;
-};
-template <>
-struct RawPairOf<bf16_t, false> {
-  using type = unsigned;
-};
-template <>
-struct RawPairOf<f16_t, false> {
-  using type = unsigned;
-};
-template <bool kMayBeWide>
-struct RawPairOf<double, kMayBeWide> {
-  using type = DoublePair;
-};
-
+// Two neighbours in memory, aligned as one: what one access brings.
 template <class Item>
-__device__ __forceinline__ float widen_bits(unsigned bits) {
-  if constexpr (sizeof(Item) == 4)
-    return __uint_as_float(bits);
-  else
-    return widen(Item{(unsigned short)bits});
+struct alignas(2 * sizeof(Item)) Vector {
+  Item lower, upper;
+};
+
+// Copies a vector into shared memory without waiting; wait_for_copies waits for all that this thread has started.
+// Older chips and the CPU copy at once.
+template <class Item>
+__device__ __forceinline__ void start_copy(Vector<Item>* to, const char* from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  constexpr int kBytes = sizeof(Vector<Item>);
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "the sizes that the chip copies asynchronously");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from),
+               "n"(kBytes)
+               : "memory");
+#else
+  *to = load_item<Vector<Item> >(from);
+#endif
+}
+__device__ __forceinline__ void wait_for_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
 }
 
 template <class R, int N>
@@ -62,156 +54,55 @@ __device__ __forceinline__ void swap_pairs(R (&values)[N]) {
   }
 }
 
-// Starts the loads of N pairs, `hop` bytes apart from `at`, the second item of each `next` bytes from the first; with
-// `vector`, `at` is the lower of the two. Bits 2i and 2i + 1 of `exists` say which items of pair i to read; the others
-// become 0. With vectors, nothing here depends on what was loaded, so nothing waits.
-template <class Item, int N>
-__device__ __forceinline__ void start_pairs(unsigned (&raw)[N], const char* at, long long hop, long long next,
-                                            unsigned exists, bool, bool vector) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) raw[i] = 0;
-  if (vector) {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (exists >> 2 * i & 1) raw[i] = load_item<unsigned>(at + i * hop);
-  } else {
-    unsigned second[N];
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      second[i] = 0;
-      if (exists >> 2 * i & 1) raw[i] = load_item<unsigned short>(at + i * hop);
-      if (exists >> 2 * i & 2) second[i] = load_item<unsigned short>(at + i * hop + next);
-    }
-#pragma unroll
-    for (int i = 0; i < N; ++i) raw[i] |= second[i] << 16;
-  }
-}
-template <class Item, int N>
-__device__ __forceinline__ void start_pairs(WordPair (&raw)[N], const char* at, long long hop, long long next,
-                                            unsigned exists, bool wide, bool vector) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) raw[i] = {0, 0};
+// Both items of a vector, widened; two 16-bit items as one word.
+template <class Item, class R>
+__device__ __forceinline__ void read_vector(const Vector<Item>* from, R& lower, R& upper) {
   if constexpr (sizeof(Item) == 2) {
-    if (!wide) {
-      unsigned both[N];
-      start_pairs<Item>(both, at, hop, next, exists, wide, vector);
-#pragma unroll
-      for (int i = 0; i < N; ++i) raw[i].first = both[i];
-      return;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if (vector) {
-      if (exists >> 2 * i & 1) raw[i] = load_item<WordPair>(at + i * hop);
-    } else {
-      if (exists >> 2 * i & 1) raw[i].first = load_item<unsigned>(at + i * hop);
-      if (exists >> 2 * i & 2) raw[i].second = load_item<unsigned>(at + i * hop + next);
-    }
-  }
-}
-template <class Item, int N>
-__device__ __forceinline__ void start_pairs(DoublePair (&raw)[N], const char* at, long long hop, long long next,
-                                            unsigned exists, bool, bool vector) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    raw[i] = {0, 0};
-    if (vector) {
-      if (exists >> 2 * i & 1) raw[i] = load_item<DoublePair>(at + i * hop);
-    } else {
-      if (exists >> 2 * i & 1) raw[i].first = load_item<double>(at + i * hop);
-      if (exists >> 2 * i & 2) raw[i].second = load_item<double>(at + i * hop + next);
-    }
-  }
-}
-
-// The end of the loads: the items of pair i as values 2i and 2i + 1. `swapped`: a vector's lower item is the second.
-template <class Item>
-__device__ __forceinline__ void unpack_pair(unsigned raw, bool, float& first, float& second) {
-  first = widen_bits<Item>(raw);
-  second = widen_bits<Item>(raw >> 16);
-}
-template <class Item>
-__device__ __forceinline__ void unpack_pair(WordPair raw, bool wide, float& first, float& second) {
-  if (sizeof(Item) == 4 || wide) {
-    first = __uint_as_float(raw.first);
-    second = __uint_as_float(raw.second);
+    const unsigned word = *reinterpret_cast<const unsigned*>(from);
+    lower = widen(Item{(unsigned short)word});
+    upper = widen(Item{(unsigned short)(word >> 16)});
   } else {
-    unpack_pair<Item>(raw.first, wide, first, second);
+    const Vector<Item> both = *from;
+    lower = both.lower;
+    upper = both.upper;
   }
 }
-template <class Item>
-__device__ __forceinline__ void unpack_pair(DoublePair raw, bool, double& first, double& second) {
-  first = raw.first;
-  second = raw.second;
-}
-template <class Item, class Raw, class R, int N>
-__device__ __forceinline__ void unpack_pairs(const Raw (&raw)[N], bool wide, bool swapped, R (&values)[2 * N]) {
+
+// Loads and waits for N / 2 pairs that are not vectors, `hop` bytes apart, the second item of each `next` bytes from
+// the first. Bit i of `exists`: does item i? The others become 0. `wide`: float32 items where Item has 16 bits.
+template <class Item, class R, int N>
+__device__ __forceinline__ void load_pairs(const char* at, long long hop, long long next, unsigned exists, bool wide,
+                                           R (&values)[N]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) unpack_pair<Item>(raw[i], wide, values[2 * i], values[2 * i + 1]);
-  if (swapped) swap_pairs(values);
+  for (int i = 0; i < N; ++i) {
+    const char* address = at + i / 2 * hop + i % 2 * next;
+    values[i] = Scalar<R>::zero();
+    if (!(exists >> i & 1)) continue;
+    if constexpr (sizeof(Item) == 2)
+      values[i] = wide ? load_item<float>(address) : widen(load_item<Item>(address));
+    else
+      values[i] = load_item<Item>(address);
+  }
 }
 
-// Rounds and stores N pairs; the arguments are those of start_pairs. With `vector` the items are of type Item.
+// Rounds and stores N / 2 pairs; with `vector`, of type Item and `at` the lower item of the first.
 template <class Item, class R, int N>
 __device__ __forceinline__ void store_pairs(char* at, long long hop, long long next, R (&values)[N], unsigned exists,
-                                            int code, bool vector, bool swapped) {
+                                            int code, bool vector) {
   if (vector) {
-    struct alignas(2 * sizeof(Item)) Both {
-      Item lower, upper;
-    };
-    if (swapped) swap_pairs(values);
+    if (next < 0) swap_pairs(values);
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
-      Both both;
+      Vector<Item> both;
       narrow(values[2 * i], both.lower);
       narrow(values[2 * i + 1], both.upper);
-      if (exists >> 2 * i & 1) *reinterpret_cast<Both*>(at + i * hop) = both;
+      if (exists >> 2 * i & 1) *reinterpret_cast<Vector<Item>*>(at + i * hop) = both;
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-      if (exists >> 2 * i & 1) store_as(at + i * hop, code, values[2 * i]);
-      if (exists >> 2 * i & 2) store_as(at + i * hop + next, code, values[2 * i + 1]);
-    }
+    for (int i = 0; i < N; ++i)
+      if (exists >> i & 1) store_as(at + i / 2 * hop + i % 2 * next, code, values[i]);
   }
-}
-
-// --- single items of B and C, whose accumulation type may be complex ---------------------------------------------
-
-template <class S>
-struct RawItemOf {
-  using type = S;
-};
-template <>
-struct RawItemOf<float> {
-  using type = unsigned;
-};
-
-// Starts the loads of N items `hop` bytes apart; bit i of `exists` says whether to read item i.
-template <class Item, class S, class Raw, int N>
-__device__ __forceinline__ void start_items(Raw (&raw)[N], const char* at, long long hop, unsigned exists, bool wide) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) raw[i] = Raw{};
-  if constexpr (sizeof(S) == 4 && sizeof(Item) == 2) {
-    if (!wide) {
-#pragma unroll
-      for (int i = 0; i < N; ++i)
-        if (exists >> i & 1) raw[i] = load_item<unsigned short>(at + i * hop);
-      return;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-    if (exists >> i & 1) raw[i] = load_item<Raw>(at + i * hop);
-}
-
-template <class Item, class S, class Raw>
-__device__ __forceinline__ S unpack_item(const Raw& raw, bool wide) {
-  if constexpr (sizeof(Raw) == 4)
-    return sizeof(Item) == 4 || wide ? __uint_as_float(raw) : widen_bits<Item>(raw);
-  else
-    return raw;
 }
 
 // N items of shared memory, N a power of two, in the widest reads there are.

@@ -85,7 +85,7 @@ class Resources:
 def nvrtc_libraries() -> Iterator[Path]:
     """The NVRTC libraries of the installed wheels, newest last."""
     for entry in sys.path:
-        for pattern in ("nvidia/cuda_nvrtc/lib/libnvrtc.so.*", "nvidia/cu*/lib/libnvrtc.so.*"):
+        for pattern in ("nvidia/cuda_nvrtc/lib/libnvrtc.so.*", "nvidia/cu[0-9]*/lib/libnvrtc.so.*"):
             for path in sorted(Path(entry).glob(pattern)):
                 if "builtins" not in path.name and "alt" not in path.name:
                     yield path

@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 
 from ._arrays import ITEM_CODE, Array, Place, accumulation
-from ._plan import Lanes, LinearPlan, SelectivePlan, plan_linear_summaries
+from ._plan import Lanes, LinearPlan, SelectiveKind, SelectivePlan, plan_linear_summaries
 from ._source import (
     LINEAR_ARRAY,
     LINEAR_TAIL,
     SELECTIVE_HEAD,
     SELECTIVE_TAIL,
     KernelSource,
-    SelectiveKind,
     linear_name,
     linear_source,
     selective_name,
@@ -58,12 +57,14 @@ class Rows:
     rows: tuple[int, ...]
     item: str = "float32"
 
-    def packed(self, chunk: int) -> bytes:
-        size = np.dtype(np.complex128).itemsize if self.item == "complex128" else _ITEM_BYTES[self.item]
+    def packed(self, chunk: int, item: str) -> bytes:
+        """The argument's fields; packs are of items of type `item`."""
+        size = _ITEM_BYTES[self.item]
         # Packs are 16 consecutive bytes; in reverse the first step is the highest item of one.
         lowest = self.start if self.time > 0 else self.start - (16 - size)
         packs = (
-            abs(self.time) == size
+            self.item == item
+            and abs(self.time) == size
             and lowest % 16 == 0
             and all(stride % 16 == 0 for stride in self.rows)
             and chunk * size % 16 == 0
@@ -141,7 +142,7 @@ def _linear_launch(
     with np.errstate(over="ignore"):
         single = np.float32(value.real), np.float32(value.imag)
     packed = b"".join(
-        x.packed(order.chunk) for x in (gate, call.input, call.initial or _NOWHERE, call.output, call.last or _NOWHERE)
+        x.packed(order.chunk, call.item) for x in (gate, call.input, call.initial or _NOWHERE, call.output, call.last or _NOWHERE)
     ) + struct.pack(
         LINEAR_TAIL, *summaries, value.real, value.imag, *single, call.length, call.rows, *_pad(call.sizes), order.chunk,
         plan.chunks, *summary_strides(plan, call.rows), len(call.sizes), ITEM_CODE[call.output.item], order.row_warps
@@ -189,12 +190,12 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
     kind, tile = call.kind, plan.fit.tile
     state_dtype = np.dtype(kind.state)
     time_fast = kind.time_fast
-    real = np.dtype("float64" if kind.item == "float64" else "float32")
+    real = np.dtype(kind.real)
 
     item = kind.item
 
     def sequence(x: Array | None, item: str) -> tuple[int, ...]:
-        return _NO_SEQUENCE if x is None else _sequence(place, x, item, time_step, time_fast, plan, call)
+        return _NO_SEQUENCE if x is None else _sequence(place, x, item, time_step, plan, call)
 
     scratch = None
     if plan.slices > 1:
@@ -212,9 +213,11 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
         sequence(call.delta, call.delta.dtype.name),
         sequence(call.z, item),
         sequence(call.output, call.output.dtype.name),
-        sequence(scratch, real.name),
+        (*sequence(scratch, real.name)[:5], 0),
     ]
-    couples = [_couple(place, x, varies, time_step) for x, varies in ((call.B, kind.time_B), (call.C, kind.time_C))]
+    couples = [
+        _couple(place, x, varies, time_step, plan, kind) for x, varies in ((call.B, kind.time_B), (call.C, kind.time_C))
+    ]
     head = struct.pack(
         SELECTIVE_HEAD,
         *(field for fields in (*sequences, *couples) for field in fields),
@@ -229,9 +232,7 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
         single = [np.float32(x) for x in limits]
     plain = (
         all(fields[-1] for fields in sequences[:4] if fields[0])
-        and call.delta.dtype == call.u.dtype
-        and all(x.dtype == call.u.dtype or not varies for x, varies in ((call.B, kind.time_B), (call.C, kind.time_C)))
-        and all(bool(fields[7]) == time_fast for fields in couples if fields[2])
+        and all(fields[7] for fields, varies in zip(couples, (kind.time_B, kind.time_C), strict=True) if varies)
         and plan.slices == 1
         and call.limits is None
     )
@@ -244,7 +245,7 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
         )  # fmt: skip
         tiles = _ceil_div(channels // call.groups, tile.channels)
         blocks = slices * batch * call.groups * tiles * plan.chunks
-        shared = tile.shared_memory(real.itemsize, state_dtype.itemsize, kind.time_B, kind.time_C)
+        shared = tile.shared_memory(kind)
         _start(place, selective_source(kind), selective_name(kind, tile, summarise), blocks, tile.threads, packed, shared)
 
     if plan.chunks > 1:
@@ -279,35 +280,41 @@ def scan_summaries(
 _NO_SEQUENCE = (0, 0, 0, 0, 0, 0)
 
 
+def _is_vector(start: int, along: int, others: tuple[int, ...], size: int, even: bool) -> bool:
+    """Whether pairs of neighbours `along` an axis are one aligned access each, and none is cut by an edge (`even`)."""
+    lowest = start if along > 0 else start - size
+    return even and abs(along) == size and lowest % (2 * size) == 0 and all(s % (2 * size) == 0 for s in others)
+
+
 def _sequence(
-    place: Place, x: Array, item: str, time_step: int, time_fast: bool, plan: SelectivePlan, call: SelectiveCall
+    place: Place, x: Array, item: str, time_step: int, plan: SelectivePlan, call: SelectiveCall
 ) -> tuple[int, ...]:
     batch, time, channel = x.strides
     length, channels = x.shape[1], x.shape[2]
     start = place.pointer(x) + (0 if time_step > 0 else (length - 1) * time)
     time *= time_step
     size = _ITEM_BYTES[item]
-    # A pair is one access where its items are neighbours, every pair is aligned, and none is cut by an edge.
-    if time_fast:
-        neighbours = abs(time) == size and length % 2 == 0 and plan.order.chunk % 2 == 0
-        others = (batch, channel)
+    if call.kind.time_fast:
+        vector = _is_vector(start, time, (batch, channel), size, length % 2 == 0 and plan.order.chunk % 2 == 0)
     else:
-        neighbours = channel == size and (channels // call.groups) % 2 == 0
-        others = (batch, time)
-    lowest = start - size if time_fast and time < 0 else start
-    vector = neighbours and lowest % (2 * size) == 0 and all(stride % (2 * size) == 0 for stride in others)
-    if x is call.output:
-        vector = vector and item == call.kind.item
-    return start, batch, time, channel, size == 4, vector
+        vector = channel > 0 and _is_vector(start, channel, (batch, time), size, channels // call.groups % 2 == 0)
+    return start, batch, time, channel, size == 4, vector and item == call.kind.item
 
 
-def _couple(place: Place, x: Array, varies: bool, time_step: int) -> tuple[int, ...]:
+def _couple(
+    place: Place, x: Array, varies: bool, time_step: int, plan: SelectivePlan, kind: SelectiveKind
+) -> tuple[int, ...]:
     wide = x.dtype.itemsize == 4
     code = ITEM_CODE[x.dtype.name]
     if not varies:
         channel, state = x.strides
         return place.pointer(x), 0, 0, 0, channel, state, wide, 0, code
     batch, time, group, state = x.strides
-    start = place.pointer(x) + (0 if time_step > 0 else (x.shape[1] - 1) * time)
-    time_fast = x.shape[1] > 1 and x.shape[3] > 1 and abs(time) < abs(state)
-    return start, batch, time * time_step, group, 0, state, wide, time_fast, code
+    length, size = x.shape[1], x.dtype.itemsize
+    start = place.pointer(x) + (0 if time_step > 0 else (length - 1) * time)
+    time *= time_step
+    if kind.time_fast:
+        vector = _is_vector(start, time, (batch, group, state), size, length % 2 == 0 and plan.order.chunk % 2 == 0)
+    else:
+        vector = state > 0 and _is_vector(start, state, (batch, group, time), size, x.shape[3] % 2 == 0)
+    return start, batch, time, group, 0, state, wide, vector and (kind.complex or x.dtype.name == kind.item), code

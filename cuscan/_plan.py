@@ -191,6 +191,45 @@ def plan_linear_summaries(chunks: int, lanes: Lanes) -> LinearPlan:
 # --- selective_scan ----------------------------------------------------------------------------------------------
 
 
+_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8}
+
+
+@dataclass(frozen=True)
+class SelectiveKind:
+    """What a selective_scan's module is specialised for: types, orientation, and which of B and C vary in time."""
+
+    item: str  # of u and z
+    complex: bool
+    time_fast: bool  # pairs of a tile lie along time ("bdl"), not along channels ("bld")
+    time_B: bool
+    time_C: bool
+
+    @property
+    def state(self) -> str:
+        """Item type of the state."""
+        return "complex64" if self.complex else self.real
+
+    @property
+    def real(self) -> str:
+        """Accumulation type of what is never complex."""
+        return "float64" if self.item == "float64" else "float32"
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an item of u."""
+        return _BYTES[self.item]
+
+    @property
+    def real_bytes(self) -> int:
+        """Bytes of `real`."""
+        return _BYTES[self.real]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of `state`."""
+        return _BYTES[self.state]
+
+
 @dataclass(frozen=True)
 class SelectiveTile:
     """One instantiation's shape: states a thread, groups of states and channels a block."""
@@ -211,22 +250,27 @@ class SelectiveTile:
         """States a block."""
         return self.states * self.groups
 
-    def shared_memory(self, real_bytes: int, state_bytes: int, time_B: bool, time_C: bool) -> int:
+    def shared_memory(self, kind: SelectiveKind) -> int:
         """Bytes of SelectiveTile::Shared in selective_scan.cu, which asserts them."""
+        item, real, state = kind.item_bytes, kind.real_bytes, kind.state_bytes
         row = self.channels + 2
-        drive = 2 * self.steps * row * 2 * real_bytes
-        couples = sum(2 * (self.steps if varies else 1) * self.slice * state_bytes for varies in (time_B, time_C))
-        return drive + couples + 2 * self.groups * self.steps * row * real_bytes + 2 * self.channels * real_bytes
+        drive = 2 * self.steps * row * 2 * real
+        couples = sum(2 * (self.steps if varies else 1) * self.slice * state for varies in (kind.time_B, kind.time_C))
+        partial = 2 * self.groups * self.steps * row * real
+        channels = 2 * self.channels * real
+        slots = 4 * self.steps * self.channels * item
+        along, rows = (self.steps, self.slice) if kind.time_fast else (self.slice, self.steps)
+        hop = self.threads // (along // 2)
+        couple_slots = 2 * _ceil_div(rows, hop) * self.threads * 2 * (state if kind.complex else item)
+        return drive + couples + partial + channels + slots + couple_slots
 
 
 _FLOAT_TILES = (
     SelectiveTile(1, 8, 32, 16, 2),
-    SelectiveTile(2, 8, 32, 16, 2),
     SelectiveTile(2, 8, 32, 32, 2),
-    SelectiveTile(4, 4, 32, 16, 4),
     SelectiveTile(4, 4, 32, 32, 3),
     SelectiveTile(4, 4, 64, 16, 2),
-    SelectiveTile(4, 4, 64, 32, 2),
+    SelectiveTile(4, 4, 64, 32, 1),
     SelectiveTile(8, 2, 64, 16, 3),
     SelectiveTile(8, 8, 32, 16, 2),
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ._plan import BLOCK_WARPS, Lanes, SelectiveTile, selective_tiles
+from ._plan import BLOCK_WARPS, Lanes, SelectiveKind, SelectiveTile, selective_tiles
 
 # Options that fix the bits: no contraction but the written one. CuPy adds -ftz=true.
 OPTIONS = ("-std=c++17", "-fmad=false")
@@ -98,22 +98,6 @@ def linear_source(item: str) -> KernelSource:
     return _module("linear_scan.cu", ("LinearArgs", LINEAR_ARGS), entries)
 
 
-@dataclass(frozen=True)
-class SelectiveKind:
-    """What a selective_scan's module is specialised for: types, and which of B and C vary in time."""
-
-    item: str
-    complex: bool
-    time_fast: bool  # pairs of a tile lie along time ("bdl"), not along channels ("bld")
-    time_B: bool
-    time_C: bool
-
-    @property
-    def state(self) -> str:
-        """Item type of the state."""
-        return "complex64" if self.complex else "float64" if self.item == "float64" else "float32"
-
-
 def selective_name(kind: SelectiveKind, tile: SelectiveTile, summarise: bool) -> str:
     """Entry point of a selective_scan kernel."""
     parts = ["selective_scan", "summarise" if summarise else "apply", kind.item]
@@ -136,9 +120,7 @@ def selective_source(kind: SelectiveKind) -> KernelSource:
             + [str(size) for size in (tile.states, tile.groups, tile.channels, tile.steps)]
             + [str(flag).lower() for flag in (kind.time_fast, kind.time_B, kind.time_C)]
         )
-        bytes_of = {"float32": 4, "float64": 8, "complex64": 8}
-        real = 8 if kind.item == "float64" else 4
-        shared = tile.shared_memory(real, bytes_of[kind.state], kind.time_B, kind.time_C)
+        shared = tile.shared_memory(kind)
         entries[f"shared memory of {template}"] = (
             f"static_assert(sizeof(SelectiveTile<{template}>::Shared) == {shared}, "
             f'"the plan counts on this much shared memory");'

@@ -9,7 +9,8 @@ import numpy as np
 
 from . import _arrays, _launch, _plan, reference
 from ._arrays import Array, Call
-from ._source import SelectiveKind, has_time_fast
+from ._plan import SelectiveKind
+from ._source import has_time_fast
 
 _AXES = {
     "bld": ("(batch, length, channels)", "(batch, length, state)", "(batch, length, groups, state)"),

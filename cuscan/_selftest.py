@@ -1,0 +1,159 @@
+"""Checks every kernel family numerically on the device that is there: what `python -m cuscan selftest` runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ._arrays import host_place
+from ._plan import DeviceLimits, Lanes, Schedule, forced, selective_tiles
+from ._source import SelectiveKind, linear_name, selective_name
+from .linear import linear_scan
+from .selective import selective_scan
+from .testing import oracle
+
+ITEM = "float32"  # what a plain install has on every device
+Arrays = dict[str, Any]
+# Kernels, function, plans that run them, and inputs with whether they are exact.
+Family = tuple[str, Any, list[Arrays], list[tuple[Arrays, bool]]]
+
+
+def run(write: Callable[[str], object] = print) -> bool:
+    """Write a line for each kernel family, and give whether all are right.
+
+    Exact inputs (gates in {-1, 0, 1}, small integers) are compared with the oracle bit for bit, real ones within the
+    oracle's bound.
+    """
+    results = []
+    with _device() as (xp, layouts, title):
+        write(title)
+        for name, function, plans, inputs in _families(layouts) if layouts else _numpy_families():
+            hows = ", ".join(plan["schedule"].value if layouts else f"{plan['segments']} segments" for plan in plans)
+            try:
+                for given, exact in inputs:
+                    _check(xp, function, plans, given, exact=exact)
+            except Exception as error:  # noqa: BLE001 - whatever it is, this family fails and the next is checked
+                write(f"FAILED  {hows:<22}  {name}\n        {type(error).__name__}: {error}")
+                results.append(False)
+            else:
+                write(f"ok      {hows:<22}  {name}")
+                results.append(True)
+    write("Every check passed." if all(results) else f"{results.count(False)} of {len(results)} families FAILED.")
+    return all(results)
+
+
+@contextlib.contextmanager
+def _device() -> Iterator[tuple[Any, tuple[str, ...], str]]:
+    """The GPU, else the CPU executor, else NumPy: where arrays are made, the layouts to check, and what to call it."""
+    name, missing = _gpu()
+    if name:
+        import cupy
+
+        yield cupy, ("bld", "bdl"), f"On {name}."
+        return
+
+    from .testing import host
+
+    try:
+        host.compiler()
+    except host.CompileError as error:
+        yield np, (), f"No GPU: {missing}. No kernels on the CPU: {error}. NumPy's own code is checked."
+        return
+    modules = host.HostModules("fast")
+    limits = DeviceLimits(architecture=90, multiprocessors=132, shared_memory=227 * 1024)
+    place: Any = host.HostPlace
+    token = host_place.set(lambda: place(modules, limits))
+    try:
+        # One layout, for the other has kernels of its own that take as long to compile again.
+        yield np, ("bld",), f"No GPU: {missing}. The kernels run on the CPU."
+    finally:
+        host_place.reset(token)
+
+
+def _gpu() -> tuple[str, str]:
+    """Name of the GPU, or why there is none."""
+    try:
+        import cupy
+    except ImportError:
+        return "", "CuPy is not installed"
+    runtime = cupy.cuda.runtime
+    try:
+        return runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode(), ""
+    except runtime.CUDARuntimeError as error:
+        return "", f"{error}"
+
+
+def _numpy_families() -> Iterator[Family]:
+    plans = [{"segments": segments} for segments in (1, 5)]
+    yield "linear_scan in NumPy", linear_scan, plans, [(_linear_inputs(exact=e), e) for e in (True, False)]
+    inputs = [(_selective_inputs(exact=e, layout=layout), e) for e in (True, False) for layout in ("bld", "bdl")]
+    yield "selective_scan in NumPy", selective_scan, plans, inputs
+
+
+def _families(layouts: tuple[str, ...]) -> Iterator[Family]:
+    inputs = [(_linear_inputs(exact=exact), exact) for exact in (True, False)]
+    for lanes in Lanes:
+        serial: list[Arrays] = [{"schedule": Schedule.SERIAL}] if lanes is Lanes.ROWS else []
+        block: Arrays = {"schedule": Schedule.BLOCK, "lanes": lanes, "row_warps": 4}
+        plans = [*serial, block, {**block, "schedule": Schedule.SPLIT, "chunk": 50}]
+        yield _pair(linear_name(lanes, summarise=False, item=ITEM)), linear_scan, plans, inputs
+    for layout in layouts:
+        kind = SelectiveKind(ITEM, complex=False, time_fast=layout == "bdl", time_B=True, time_C=True)
+        inputs = [(_selective_inputs(exact=exact, layout=layout), exact) for exact in (True, False)]
+        for tile in selective_tiles(kind.state, both_vary=True):
+            split: Arrays = {"schedule": Schedule.SPLIT, "tile": tile, "chunk": 20}
+            plans = [{"schedule": Schedule.SERIAL, "tile": tile}, split]
+            yield _pair(selective_name(kind, tile, summarise=False)), selective_scan, plans, inputs
+
+
+def _pair(name: str) -> str:
+    return name.replace("_apply_", "_{summarise,apply}_")
+
+
+def _check(xp: Any, function: Any, plans: list[Arrays], given: Arrays, *, exact: bool) -> None:
+    known = oracle.linear_scan if function is linear_scan else oracle.selective_scan
+    moved = {name: xp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
+    for reverse in (False, True):
+        expected = known(**given, reverse=reverse)
+        for plan in plans:
+            with forced(**plan):
+                results = function(**moved, reverse=reverse, return_last_state=True)
+            value, last = (x if xp is np else xp.asnumpy(x) for x in results)
+            if exact:
+                np.testing.assert_array_equal(value, expected.value, f"{plan}")
+                np.testing.assert_array_equal(last, expected.last, f"{plan}")
+            else:
+                oracle.assert_scan_close(value, expected.value, expected.bound)
+                oracle.assert_scan_close(last, expected.last, expected.last_bound)
+
+
+def _linear_inputs(*, exact: bool) -> Arrays:
+    r = np.random.default_rng(0)
+    shape = (3, 333)
+    a = r.integers(-1, 2, shape) if exact else r.uniform(-1, 1, shape)
+    b, h0 = (r.integers(-8, 9, s) if exact else r.normal(size=s) for s in (shape, 3))
+    return {"a": a.astype(ITEM), "b": b.astype(ITEM), "h0": h0.astype(ITEM), "axis": 1}
+
+
+def _selective_inputs(*, exact: bool, layout: str) -> Arrays:
+    r = np.random.default_rng(0)
+    batch, length, channels, state = 1, 47, 6, 11
+
+    def draw(*shape: int) -> Any:
+        x = r.integers(-4, 5, shape) if exact else r.normal(size=shape)
+        return np.ascontiguousarray(np.moveaxis(x, 1, -1) if layout == "bdl" and len(shape) == 3 else x, ITEM)
+
+    given: Arrays = {name: draw(batch, length, channels) for name in ("u", "delta", "z")}
+    given.update({name: draw(batch, length, state) for name in ("B", "C")})
+    given.update(D=draw(channels), delta_bias=draw(channels), delta_softplus=True, layout=layout)
+    given["A"] = -r.uniform(0.05, 3, (channels, state)).astype(ITEM)
+    given["h0"] = r.integers(-4, 5, (batch, channels, state)).astype(ITEM)
+    if exact:
+        # Gates are exactly 0 and 1, and nothing else rounds.
+        given["A"] = r.choice(np.array([0, -1e4], ITEM), (channels, state))
+        given["delta"] = r.integers(0, 2, given["delta"].shape).astype(ITEM)
+        given.update(z=None, delta_bias=None, delta_softplus=False)
+    return given
