@@ -1,4 +1,4 @@
-"""Times every tile of selective_scan, serial and split, on the shapes that the plan's thresholds come from."""
+"""Times the shapes of selective_scan over what its plan chooses: tile, and chunk where time is split."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import cupy
 
 import cuscan
 from cuscan import _plan
-from cuscan._plan import Schedule
+from cuscan._plan import Schedule, SelectiveKind, states_a_thread
 
 from .limits import milliseconds
 from .workloads import SELECTIVE
@@ -22,25 +22,26 @@ def main() -> None:
     for load in SELECTIVE:
         inputs = load.inputs(cupy)
         call = load.call(cuscan, inputs)
-        for tile in _plan.selective_tiles("float32", both_vary=True):
-            if load.state % tile.states or (tile.states == 1) or load.batch == 4096 and tile.channels == 32:
-                continue
+        states = states_a_thread("float32", both_vary=True, state=load.state)
+        kind = SelectiveKind(
+            load.dtype, complex=False, time_fast=load.layout == "bdl", time_B=True, time_C=True, states=states
+        )
+        for tile in _plan.selective_tiles(kind):
             blocks = load.batch * -(-load.channels // tile.channels)
-            choices = [{"schedule": Schedule.SERIAL}]
-            if blocks < 300 and load.length >= 2048:
+            choices = [{"schedule": Schedule.SERIAL}] if load.length <= 100_000 else []
+            if blocks < 200:
                 choices += [
-                    {"schedule": Schedule.SPLIT, "chunk": -(-load.length // chunks // 16) * 16}
-                    for chunks in (2, 4, 8, 16, 64, 256)
-                    if blocks * chunks <= 8 * 132 and load.length // chunks >= 256
+                    {"schedule": Schedule.SPLIT, "chunk": -(-load.length // chunks // 32) * 32}
+                    for chunks in (2, 4, 8, 16, 32, 64, 128, 256)
+                    if blocks * chunks <= 1100 and load.length // chunks >= 128
                 ]
             for choice in choices:
-                if choice["schedule"] is Schedule.SERIAL and load.length > 100000:
-                    continue
                 with _plan.forced(tile=tile, **choice):
                     time = statistics.median(milliseconds(cupy, call, 7))
-                rows.append({"load": repr(load), "tile": repr(tile), "chunk": choice.get("chunk", 0), "ms": time})
-                name = f"{tile.states}x{tile.groups}x{tile.channels}"
-                print(f"{load!s:110s} {name:8s} chunk {choice.get('chunk', 0):6d} {time:8.4f} ms", flush=True)
+                name, chunk = f"{tile.states}x{tile.groups}x{tile.channels}x{tile.steps}", choice.get("chunk", 0)
+                rows.append({"load": repr(load), "tile": name, "chunk": chunk, "ms": time})
+                print(f"{load.batch:5d} {load.length:8d} {load.channels:5d} {load.state:4d} {load.dtype} {load.layout} "
+                      f"{'z' * load.z}{'h' * load.h0} {name} chunk {chunk:6d} {time:8.4f} ms", flush=True)  # fmt: skip
         del inputs, call
         cupy.get_default_memory_pool().free_all_blocks()
     if len(sys.argv) > 1:

@@ -33,7 +33,7 @@ class Selective:
 
         def sequence(size: int) -> Any:
             shape = (self.batch, self.length, size) if self.layout == "bld" else (self.batch, size, self.length)
-            return _cast(cupy, random.standard_normal(shape, dtype=cupy.float32), dtype)
+            return _cast(random.standard_normal(shape, dtype=cupy.float32), dtype)
 
         made = {
             "u": sequence(self.channels),
@@ -78,8 +78,8 @@ class Linear:
     def inputs(self, cupy: Any, seed: int = 0) -> dict[str, Any]:
         random = cupy.random.default_rng(seed)
         dtype = _dtype(self.dtype)
-        a = _cast(cupy, random.random(self.shape, dtype=cupy.float32), dtype)
-        b = _cast(cupy, random.standard_normal(self.shape, dtype=cupy.float32), dtype)
+        a = _cast(random.random(self.shape, dtype=cupy.float32), dtype)
+        b = _cast(random.standard_normal(self.shape, dtype=cupy.float32), dtype)
         return {"a": a, "b": b, "axis": self.axis}
 
     def call(self, cuscan: Any, inputs: dict[str, Any]) -> Callable[[], Any]:
@@ -102,7 +102,7 @@ def _dtype(name: str) -> Any:
     return np.dtype(ml_dtypes.bfloat16)
 
 
-def _cast(cupy: Any, x: Any, dtype: Any) -> Any:
+def _cast(x: Any, dtype: Any) -> Any:
     return x if x.dtype == dtype else x.astype(dtype)
 
 

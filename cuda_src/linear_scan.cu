@@ -250,7 +250,7 @@ __device__ __forceinline__ void linear_rows(const LinearArgs& args) {
 template <class T>
 struct Packs {
   static constexpr int kItems = Pack<T>::kItems;
-  static constexpr int kRounds = kItems == 8 ? 2 : 4;
+  static constexpr int kRounds = kItems == 4 ? 4 : 2;
   static constexpr int kApart = 32 * kItems;  // steps from one of a thread's packs to its next
   Pack<T> pack[kRounds];
 

@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -69,15 +69,15 @@ class CupyPlace:
     """The device of the arrays, with CuPy's current stream and memory pool."""
 
     # Foreign inputs (DLPack, __cuda_array_interface__) stay referenced until an event after the launches has passed.
-    _held: deque[tuple[Any, tuple[Array, ...]]] = deque()
+    _held: ClassVar[deque[tuple[Any, tuple[Array, ...]]]] = deque()
 
     def __init__(self, cupy: Any, device: int, foreign: tuple[Array, ...]) -> None:
         from ._compile import cupy_limits, cupy_modules
 
         self._cupy = cupy
         self._foreign = foreign
-        self.limits = cupy_limits(device)
-        self.modules = cupy_modules(device)
+        self.limits: DeviceLimits = cupy_limits(device)
+        self.modules: Modules = cupy_modules(device)
 
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return self._cupy.empty(shape, dtype)
@@ -224,7 +224,7 @@ def output_item(item: str, out_dtype: Any, out: Array | None) -> np.dtype[Any]:
     if out_dtype is None:
         if out is not None:
             check_item("out", out, allowed)
-            return np.dtype(out.dtype)
+            return _dtype(out.dtype.name)
         return _dtype(item)
     name = out_dtype if isinstance(out_dtype, str) else np.dtype(out_dtype).name
     if name not in allowed:
@@ -239,7 +239,8 @@ def _dtype(name: str) -> np.dtype[Any]:
         return np.dtype(name)
     import ml_dtypes  # whoever has bfloat16 arrays has it
 
-    return np.dtype(ml_dtypes.bfloat16)
+    bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return bfloat16
 
 
 def check_out(out: Array, shape: tuple[int, ...], inputs: dict[str, Array], may_be: Sequence[str] = ()) -> None:
@@ -287,7 +288,7 @@ def _overlap(x: Array, y: Array) -> bool:
         return False
     try:
         # The exact answer is a question about addresses alone, so NumPy can give it for device memory too.
-        return bool(np.shares_memory(_shadow(x), _shadow(y), max_work=10_000))
+        return bool(np.shares_memory(_shadow(x), _shadow(y), max_work=10_000))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
@@ -312,6 +313,24 @@ def _either(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
 
 
+def usable(place: Place, *arrays: Array | None) -> list[Array | None]:
+    """The inputs as a kernel can read them: copies of those whose items lie at odd addresses, all kept."""
+    prepared = [x if x is None or is_aligned(x) else copy_of(place, x) for x in arrays]
+    place.keep(*(x for x in prepared if x is not None))
+    return prepared
+
+
+def is_aligned(x: Array) -> bool:
+    """Whether every item lies at a multiple of its size, as a kernel's loads and stores need."""
+    size = x.dtype.itemsize
+    return _address(x) % size == 0 and all(stride % size == 0 for stride in _used_strides(x))
+
+
+def copy_of(place: Place, x: Array) -> Array:
+    """A C-contiguous copy."""
+    copy = place.allocate(tuple(x.shape), x.dtype)
+    copy[...] = x
+    return copy
 
 
 # --- layouts -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -106,9 +107,7 @@ class Nvrtc:
         options.append("--ptxas-options=-v")
         encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         program = ctypes.c_void_p()
-        self._library.nvrtcCreateProgram(
-            ctypes.byref(program), source.text.encode(), b"cuscan.cu", 0, None, None
-        )
+        self._library.nvrtcCreateProgram(ctypes.byref(program), source.text.encode(), b"cuscan.cu", 0, None, None)
         try:
             failed = self._library.nvrtcCompileProgram(program, len(options), encoded)
             size = ctypes.c_size_t()
@@ -121,6 +120,35 @@ class Nvrtc:
         if failed:
             raise CompileError(text)
         return _read_report(text)
+
+
+def report(write: Callable[[str], object], architecture: int = 90) -> None:
+    """Compile every module for a chip and write a line for each kernel: registers, shared memory, frame.
+
+    Needs an NVRTC wheel, and no device. Takes minutes: every kernel there is gets compiled.
+    """
+    from ._source import all_sources
+
+    libraries = list(nvrtc_libraries())
+    if not libraries:
+        raise FileNotFoundError("NVRTC is not installed: install cuscan with the extra cuda12, cuda13 or test")
+    sources = all_sources()
+    total = sum(len(source.names) for source in sources.values())
+    with ProcessPoolExecutor() as pool:
+        jobs = {
+            name: pool.submit(_compile_in_process, libraries[-1], source, architecture)
+            for name, source in sources.items()
+        }
+        write(f"{total} kernels in {len(sources)} modules, sm_{architecture}, {libraries[-1].name}")
+        write(f"{'kernel':62s} {'registers':>9s} {'shared':>7s} {'frame':>5s}")
+        for name, job in jobs.items():
+            for kernel, found in sorted(job.result().items()):
+                shared = found.static_shared + sources[name].dynamic_shared.get(kernel, 0)
+                write(f"{kernel:62s} {found.registers:9d} {shared:7d} {found.frame:5d}")
+
+
+def _compile_in_process(library: Path, source: KernelSource, architecture: int) -> dict[str, Resources]:
+    return Nvrtc(library).compile(source, architecture)
 
 
 def _read_report(log: str) -> dict[str, Resources]:

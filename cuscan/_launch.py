@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ._arrays import ITEM_CODE, Array, Place, accumulation
-from ._plan import Lanes, LinearPlan, SelectiveKind, SelectivePlan, plan_linear_summaries
+from ._plan import Lanes, LinearPlan, SelectiveKind, SelectivePlan, plan_linear_summaries, selective_tiles
 from ._source import (
     LINEAR_ARRAY,
     LINEAR_TAIL,
@@ -109,11 +109,9 @@ def linear(place: Place, plan: LinearPlan, call: LinearCall) -> None:
     gate, entering = (place.pointer(x) for x in summaries)
     _linear_launch(place, plan, call, summarise=True, source_item=call.item, summaries=(gate, entering))
 
-    # The summaries are a linear_scan of their own, in place: the states that leave the chunks. They lie as the lanes do.
+    # The summaries are a linear_scan of their own, in place: the states that leave the chunks. Their lanes are the same.
     row, chunk = summary_strides(plan, call.rows)
-    strides = tuple(
-        prod(call.sizes[d + 1 :]) * row * state.itemsize for d in range(len(call.sizes))
-    )
+    strides = tuple(prod(call.sizes[d + 1 :]) * row * state.itemsize for d in range(len(call.sizes)))
     along = Rows(entering, chunk * state.itemsize, strides, state.name)
     scan = replace(call, item=state.name, gate=replace(along, start=gate), input=along, output=along,
                    last=None, length=plan.chunks)  # fmt: skip
@@ -141,9 +139,8 @@ def _linear_launch(
     value = 0j if isinstance(call.gate, Rows) else complex(call.gate)
     with np.errstate(over="ignore"):
         single = np.float32(value.real), np.float32(value.imag)
-    packed = b"".join(
-        x.packed(order.chunk, call.item) for x in (gate, call.input, call.initial or _NOWHERE, call.output, call.last or _NOWHERE)
-    ) + struct.pack(
+    arrays = (gate, call.input, call.initial or _NOWHERE, call.output, call.last or _NOWHERE)
+    packed = b"".join(x.packed(order.chunk, call.item) for x in arrays) + struct.pack(
         LINEAR_TAIL, *summaries, value.real, value.imag, *single, call.length, call.rows, *_pad(call.sizes), order.chunk,
         plan.chunks, *summary_strides(plan, call.rows), len(call.sizes), ITEM_CODE[call.output.item], order.row_warps
     )  # fmt: skip
@@ -158,9 +155,11 @@ def _linear_launch(
 
 @dataclass(frozen=True)
 class SelectiveCall:
-    """The arrays of one selective_scan, with u, delta, z and output as (batch, length, channels) views, B and C as
-    (batch, length, groups, state) or (channels, state) views, in the direction of the scan already.
-    """  # noqa: D205
+    """The arrays of one selective_scan.
+
+    u, delta, z and output are (batch, length, channels) views, B and C (batch, length, groups, state) or
+    (channels, state) views.
+    """
 
     kind: SelectiveKind
     u: Array
@@ -204,8 +203,7 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
         scratch = scratch.transpose(0, 2, 1) if time_fast else scratch
     summary_gate = seed = 0
     if plan.chunks > 1:
-        shape = (batch, plan.chunks, state, channels)
-        summaries = [place.allocate(shape, state_dtype) for _ in range(2)]
+        summaries = [place.allocate((batch, plan.chunks, state, channels), state_dtype) for _ in range(2)]
         summary_gate, seed = (place.pointer(x) for x in summaries)
 
     sequences = [
@@ -243,10 +241,10 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
             *(ITEM_CODE[x.dtype.name] if x is not None else 0 for x in (call.A, call.D, call.delta_bias, call.output)),
             adds, leaves, call.softplus, call.limits is not None, plain,
         )  # fmt: skip
-        tiles = _ceil_div(channels // call.groups, tile.channels)
-        blocks = slices * batch * call.groups * tiles * plan.chunks
-        shared = tile.shared_memory(kind)
-        _start(place, selective_source(kind), selective_name(kind, tile, summarise), blocks, tile.threads, packed, shared)
+        shape = selective_tiles(kind)[0] if summarise else tile
+        blocks = slices * batch * call.groups * _ceil_div(channels // call.groups, shape.channels) * plan.chunks
+        name = selective_name(kind, shape, summarise)
+        _start(place, selective_source(kind), name, blocks, shape.threads, packed, shape.shared_memory(kind))
 
     if plan.chunks > 1:
         launch(summarise=True, first_state=0, slices=plan.slices, adds=False, leaves=False)
@@ -273,7 +271,9 @@ def scan_summaries(
     first = None
     if initial is not None:
         first = Rows(place.pointer(initial), 0, (initial.strides[0], initial.strides[2], initial.strides[1]))
-    call = LinearCall(dtype.name, replace(along, start=gate), along, first, along, None, chunks, (batch, state, channels))
+    call = LinearCall(
+        dtype.name, replace(along, start=gate), along, first, along, None, chunks, (batch, state, channels)
+    )
     linear(place, plan_linear_summaries(chunks, Lanes.ROWS), call)
 
 

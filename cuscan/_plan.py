@@ -16,13 +16,13 @@ What is a template argument of a kernel, and what a run-time value:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from math import isqrt
+from types import MappingProxyType
 from typing import Any
-
 
 
 class Schedule(Enum):
@@ -42,16 +42,44 @@ class DeviceLimits:
     shared_memory: int  # bytes a block can have
 
 
-# Measured thresholds. Each row: value, and the measurement it comes from (bench/NOTES.md).
+# Measured thresholds. Each row: value, and the measurement it comes from (bench/NOTES.md has the tables).
+_H200 = "H200, 2026-11-29: "
 THRESHOLDS: dict[str, tuple[int, str]] = {
-    "linear: rows side by side from which lanes go over rows": (32, "a warp's width"),
-    "linear: length up to which contiguous rows go one a thread": (16, "to be measured"),
-    "linear: warps a multiprocessor that fill it": (16, "to be measured"),
-    "linear: warps a multiprocessor below which to split": (8, "to be measured"),
-    "linear: tiles a chunk at least": (2, "to be measured"),
-    "selective: blocks a multiprocessor, in percent, from which time is not split": (50, "to be measured"),
-    "selective: blocks a multiprocessor that a split aims at": (2, "to be measured"),
-    "selective: steps a chunk at least": (256, "to be measured"),
+    "linear: rows side by side from which lanes go over rows": (32, "the width of a warp"),
+    "linear: length up to which contiguous rows go one a thread": (16, "a row of float32 is then two sectors at most"),
+    "linear: warps a multiprocessor that fill it": (
+        11,
+        _H200 + "(8, 4096, 1536) axis 1: 1621, 2240, 3236, 3034 GB/s with 1, 2, 4, 8 warps on 32 rows (2.9 to 23 each)",
+    ),
+    "linear: warps a multiprocessor below which to split": (
+        5,
+        _H200 + "(1, 131072, 512) axis 1: 2145 GB/s split; a split moves 20 bytes for 12",
+    ),
+    "linear: steps a chunk at least": (
+        4096,
+        _H200 + "(1000000, 2) axis 0: 46 us in chunks of 4096, of which three launches are most",
+    ),
+    "linear: warps a multiprocessor that a split aims at": (
+        124,
+        _H200 + "2**28 in a row: 2450 GB/s in 16384 chunks, 2408 in 4096",
+    ),
+    "selective: blocks a multiprocessor, in percent, below which time is split": (
+        50,
+        _H200 + "serial against split: 0.141, 0.179 ms at 80 blocks (1, 2048, 5120, 16); 1.079, 0.758 at 64"
+        " (2, 4096, 1024, 128)",
+    ),
+    "selective: blocks a multiprocessor, in percent, up to which tiles are long": (
+        100,
+        _H200 + "tiles of 32 against 16 steps: 0.274, 0.321 ms at 128 blocks (8, 4096, 1024, 16); 0.279, 0.263 at 256",
+    ),
+    "selective: blocks a multiprocessor that a split aims at": (
+        2,
+        _H200 + "(1, 65536, 256, 16): 0.294, 0.251, 0.263, 0.289 ms with 128, 256, 512, 1024 blocks",
+    ),
+    "selective: steps a chunk at least": (
+        256,
+        _H200 + "(1, 65536, 256, 16): 0.289 ms in chunks of 256, 0.263 in chunks of 512",
+    ),
 }
 
 
@@ -60,7 +88,7 @@ def _threshold(name: str) -> int:
 
 
 # What tests and tuning force: fields of an order or a fit, by name.
-_forced: ContextVar[dict[str, Any]] = ContextVar("forced", default={})
+_forced: ContextVar[Mapping[str, Any]] = ContextVar("forced", default=MappingProxyType({}))
 
 
 @contextlib.contextmanager
@@ -137,7 +165,7 @@ def linear_tile(problem: LinearProblem, lanes: Lanes, row_warps: int) -> int:
     if lanes is Lanes.ROWS:
         return row_warps * 32 // problem.state_bytes  # kSteps steps a thread
     items = 16 // problem.item_bytes  # a pack
-    return row_warps * (2 if items == 8 else 4) * 32 * items  # kRounds packs a thread
+    return row_warps * (4 if items == 4 else 2) * 32 * items  # kRounds packs a thread
 
 
 def plan_linear(problem: LinearProblem, limits: DeviceLimits) -> LinearPlan:
@@ -150,31 +178,33 @@ def plan_linear(problem: LinearProblem, limits: DeviceLimits) -> LinearPlan:
     lanes = force.get("lanes", Lanes.ROWS if beside or short or schedule is Schedule.SERIAL else Lanes.TIME)
     teams = _ceil_div(rows, 32) if lanes is Lanes.ROWS else rows  # what row_warps warps share
 
-    # More warps on a row until the row is covered, or for rows side by side until the chip is full.
     full = limits.multiprocessors * _threshold("linear: warps a multiprocessor that fill it")
-    row_warps = next(
-        (w for w in _WARPS if linear_tile(problem, lanes, w) >= length or (lanes is Lanes.ROWS and teams * w >= full)),
-        BLOCK_WARPS,
-    )
-    if schedule is Schedule.SERIAL:
-        row_warps = 1
-    row_warps = force.get("row_warps", row_warps)
+    if schedule is None:
+        least = limits.multiprocessors * _threshold("linear: warps a multiprocessor below which to split")
+        long = length >= 2 * _threshold("linear: steps a chunk at least")
+        split = teams * BLOCK_WARPS < least and long
+    else:
+        split = schedule is Schedule.SPLIT
 
-    tile = linear_tile(problem, lanes, row_warps)
-    few = teams * row_warps < limits.multiprocessors * _threshold("linear: warps a multiprocessor below which to split")
-    least = tile * _threshold("linear: tiles a chunk at least")
+    chunk, chunks = length, 1
+    if split:
+        aim = limits.multiprocessors * _threshold("linear: warps a multiprocessor that a split aims at")
+        chunk = max(_threshold("linear: steps a chunk at least"), _ceil_div(length * teams, aim))
+        chunk = force.get("chunk", _round_up(chunk, linear_tile(problem, lanes, BLOCK_WARPS)))
+        chunks = _ceil_div(length, chunk)
+    # More warps on a row until the chip is full, or the row covered.
+    row_warps = next(
+        (w for w in _WARPS if teams * chunks * w >= full or linear_tile(problem, lanes, w) >= chunk), BLOCK_WARPS
+    )
+    row_warps = force.get("row_warps", 1 if schedule is Schedule.SERIAL else row_warps)
     if schedule is None:
         serial = lanes is Lanes.ROWS and row_warps == 1
-        schedule = Schedule.SPLIT if few and length >= 2 * least else Schedule.SERIAL if serial else Schedule.BLOCK
+        schedule = Schedule.SPLIT if split else Schedule.SERIAL if serial else Schedule.BLOCK
 
     shape = f"{row_warps} warp{'s' * (row_warps > 1)} on each {'32 rows' if lanes is Lanes.ROWS else 'row'}"
-    if schedule is Schedule.SPLIT:
-        wanted = max(1, min(_ceil_div(full, teams * row_warps), length // least))
-        chunk = force.get("chunk", _round_up(_ceil_div(length, wanted), tile))
-        chunks = _ceil_div(length, chunk)
-        reason = f"split: {shape} would leave the chip idle, so time is cut into {chunks} chunks"
+    if split:
+        reason = f"split: {rows} rows would leave the chip idle, so time is cut into {chunks} chunks, {shape}"
     else:
-        chunk, chunks = length, 1
         reason = f"{schedule.value}: lanes over {lanes.value}, {shape}"
     warps = BLOCK_WARPS if teams * chunks * row_warps >= full else row_warps
     order = LinearOrder(schedule, lanes, chunk, row_warps)
@@ -187,6 +217,8 @@ def plan_linear_summaries(chunks: int, lanes: Lanes) -> LinearPlan:
     order = LinearOrder(Schedule.SERIAL if row_warps == 1 else Schedule.BLOCK, lanes, chunks, row_warps)
     return LinearPlan(order, LinearFit(max(row_warps, 4)), 1, "over the summaries of a split")
 
+
+CHUNK_STEPS = 32  # chunks are whole tiles of every instantiation
 
 # --- selective_scan ----------------------------------------------------------------------------------------------
 
@@ -203,6 +235,7 @@ class SelectiveKind:
     time_fast: bool  # pairs of a tile lie along time ("bdl"), not along channels ("bld")
     time_B: bool
     time_C: bool
+    states: int  # a thread's; see states_a_thread
 
     @property
     def state(self) -> str:
@@ -265,29 +298,56 @@ class SelectiveTile:
         return drive + couples + partial + channels + slots + couple_slots
 
 
-_FLOAT_TILES = (
-    SelectiveTile(1, 8, 32, 16, 2),
-    SelectiveTile(2, 8, 32, 32, 2),
-    SelectiveTile(4, 4, 32, 32, 3),
-    SelectiveTile(4, 4, 64, 16, 2),
-    SelectiveTile(4, 4, 64, 32, 1),
-    SelectiveTile(8, 2, 64, 16, 3),
-    SelectiveTile(8, 8, 32, 16, 2),
-)
-_OTHER_TILES = (SelectiveTile(1, 8, 32, 16, 1), SelectiveTile(4, 4, 32, 16, 1))
+_TILES = {
+    1: (SelectiveTile(1, 8, 32, 16, 2),),
+    4: (SelectiveTile(4, 4, 64, 16, 2), SelectiveTile(4, 4, 64, 32, 1)),
+    8: (SelectiveTile(8, 8, 32, 16, 2),),
+}
+_OTHER_TILES = {1: (SelectiveTile(1, 4, 32, 16, 1),), 4: (SelectiveTile(4, 4, 32, 16, 1),)}
 
 
-def selective_tiles(state: str, both_vary: bool) -> tuple[SelectiveTile, ...]:
-    """The instantiations for a type of state; B and C that are constant in time have fewer."""
-    return _FLOAT_TILES if state == "float32" and both_vary else _OTHER_TILES
+def _usual(kind: SelectiveKind) -> bool:
+    return kind.state == "float32" and kind.time_B and kind.time_C
+
+
+def states_a_thread(state_item: str, both_vary: bool, state: int) -> int:
+    """States that a thread has: a divisor of the state, so that all of them exist."""
+    if state % 8 == 0 and state >= 64 and state_item == "float32" and both_vary:
+        return 8
+    return 4 if state % 4 == 0 else 1
+
+
+def has_time_fast(item: str, is_complex: bool, both_vary: bool) -> bool:
+    """Whether there are kernels whose pairs lie along time; the others read "bdl" one item at a time."""
+    return item != "float64" and not is_complex and both_vary
+
+
+def selective_tiles(kind: SelectiveKind) -> tuple[SelectiveTile, ...]:
+    """The instantiations of a kind, those that fit every chip first. Summaries use the first."""
+    return (_TILES if _usual(kind) else _OTHER_TILES)[kind.states]
+
+
+def selective_kinds() -> list[SelectiveKind]:
+    """Every kind there is."""
+    kinds = []
+    for item in ("float32", "bfloat16", "float16", "float64"):
+        for is_complex in (False, True) if item != "float64" else (False,):
+            for time_B in (True, False):
+                for time_C in (True, False):
+                    usual = item != "float64" and not is_complex and time_B and time_C
+                    for time_fast in (False, True) if has_time_fast(item, is_complex, time_B and time_C) else (False,):
+                        kinds += [
+                            SelectiveKind(item, is_complex, time_fast, time_B, time_C, states)
+                            for states in (_TILES if usual else _OTHER_TILES)
+                        ]
+    return kinds
 
 
 @dataclass(frozen=True)
 class SelectiveProblem:
-    """Sizes of a selective_scan."""
+    """Kind and sizes of a selective_scan."""
 
-    state_item: str
-    both_vary: bool
+    kind: SelectiveKind
     batch: int
     length: int
     channels: int
@@ -325,27 +385,29 @@ class SelectivePlan:
 def plan_selective(problem: SelectiveProblem, limits: DeviceLimits) -> SelectivePlan:
     """Choose the schedule of a selective_scan of which no size is 0."""
     force = _forced.get()
-    tiles = selective_tiles(problem.state_item, problem.both_vary)
-    tile = force.get("tile") or _choose_tile(problem, tiles, limits)
-    slices = _ceil_div(problem.state, tile.slice)
-    blocks = _blocks(problem, tile)
     schedule = force.get("schedule")
+    first = selective_tiles(problem.kind)[0]
+    blocks = _blocks(problem, first)
     least = _threshold("selective: steps a chunk at least")
     if schedule is None:
-        percent = _threshold("selective: blocks a multiprocessor, in percent, from which time is not split")
+        percent = _threshold("selective: blocks a multiprocessor, in percent, below which time is split")
         few = 100 * blocks < percent * limits.multiprocessors
         schedule = Schedule.SPLIT if few and problem.length >= 2 * least else Schedule.SERIAL
+    chunk, chunks = problem.length, 1
     if schedule is Schedule.SPLIT:
         aim = limits.multiprocessors * _threshold("selective: blocks a multiprocessor that a split aims at")
         wanted = max(1, min(_ceil_div(aim, blocks), problem.length // least))
-        chunk = force.get("chunk", _round_up(_ceil_div(problem.length, wanted), tile.steps))
+        chunk = force.get("chunk", _round_up(_ceil_div(problem.length, wanted), CHUNK_STEPS))
         chunks = _ceil_div(problem.length, chunk)
-        reason = f"split: {blocks} blocks over batch and channels leave the chip idle, so time is cut into {chunks} chunks"
+        reason = (
+            f"split: {blocks} blocks over batch and channels leave the chip idle, so time is cut into {chunks} chunks"
+        )
     elif schedule is Schedule.SERIAL:
-        chunk, chunks = problem.length, 1
         reason = f"serial: {blocks} blocks over batch and channels, time in the thread"
     else:
         raise ValueError(f"selective_scan has the schedules serial and split, got {schedule.value}")
+    tile = force.get("tile") or _choose_tile(problem, limits, blocks * chunks)
+    slices = _ceil_div(problem.state, tile.slice)
     order = SelectiveOrder(schedule, chunk, tile.states)
     return SelectivePlan(order, SelectiveFit(tile), chunks, slices, reason)
 
@@ -354,15 +416,14 @@ def _blocks(problem: SelectiveProblem, tile: SelectiveTile) -> int:
     return problem.batch * problem.groups * _ceil_div(problem.channels // problem.groups, tile.channels)
 
 
-def _choose_tile(
-    problem: SelectiveProblem, tiles: tuple[SelectiveTile, ...], limits: DeviceLimits
-) -> SelectiveTile:
-    # A thread's states must all exist, so `states` divides the state; few states take few a thread.
-    fitting = [t for t in tiles if problem.state % t.states == 0 and (t.states == 1 or t.slice <= problem.state)]
-    most = max(t.states for t in fitting if t.states <= (8 if problem.state >= 64 else 4))
-    fitting = [t for t in fitting if t.states == most]
-    wide = [t for t in fitting if _blocks(problem, t) >= limits.multiprocessors * 3 // 4]
-    return max(wide or fitting, key=lambda t: (t.channels if wide else -t.channels, t.slice))
+def _choose_tile(problem: SelectiveProblem, limits: DeviceLimits, blocks: int) -> SelectiveTile:
+    first, *longer = selective_tiles(problem.kind)
+    percent = _threshold("selective: blocks a multiprocessor, in percent, up to which tiles are long")
+    if 100 * blocks <= percent * limits.multiprocessors:
+        for tile in longer:
+            if tile.shared_memory(problem.kind) <= limits.shared_memory:
+                return tile
+    return first
 
 
 # --- NumPy -------------------------------------------------------------------------------------------------------

@@ -6,13 +6,14 @@ messages point at the files in cuda_src/.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from ._plan import BLOCK_WARPS, Lanes, SelectiveKind, SelectiveTile, selective_tiles
+from ._plan import BLOCK_WARPS, Lanes, SelectiveKind, SelectiveTile, selective_kinds, selective_tiles
 
 # Options that fix the bits: no contraction but the written one. CuPy adds -ftz=true.
 OPTIONS = ("-std=c++17", "-fmad=false")
@@ -38,10 +39,11 @@ SELECTIVE_ARGS = struct.calcsize(SELECTIVE_HEAD) + struct.calcsize(SELECTIVE_TAI
 
 @dataclass(frozen=True)
 class KernelSource:
-    """A module: its whole text and the names of its entry points."""
+    """A module: its whole text, the names of its entry points, and the dynamic shared memory of those that take it."""
 
     text: str
     names: tuple[str, ...]
+    dynamic_shared: dict[str, int] = field(default_factory=dict)
 
 
 @cache
@@ -66,11 +68,13 @@ def _flatten(name: str, seen: set[str]) -> list[str]:
     return lines
 
 
-def _module(file: str, arguments: tuple[str, int], entries: dict[str, str]) -> KernelSource:
+def _module(
+    file: str, arguments: tuple[str, int], entries: dict[str, str], shared: dict[str, int] | None = None
+) -> KernelSource:
     size = f'static_assert(sizeof({arguments[0]}) == {arguments[1]}, "packed by _launch.py field by field");'
     tail = ['#line 1 "instantiations"', size, *entries.values()]
     names = tuple(name for name, text in entries.items() if text.startswith('extern "C"'))
-    return KernelSource("\n".join(_flatten(file, set()) + tail) + "\n", names)
+    return KernelSource("\n".join(_flatten(file, set()) + tail) + "\n", names, shared or {})
 
 
 def linear_name(lanes: Lanes, summarise: bool, item: str) -> str:
@@ -91,8 +95,10 @@ def linear_source(item: str) -> KernelSource:
     for each, summarise in wanted:
         for lanes in Lanes:
             name = linear_name(lanes, summarise, each)
+            blocks = 1 if each == "complex128" else 2  # a multiprocessor, that the registers are bounded for
             entries[name] = (
-                f'extern "C" __global__ void __launch_bounds__({32 * BLOCK_WARPS}, 2) {name}(const LinearArgs args) '
+                f'extern "C" __global__ void __launch_bounds__({32 * BLOCK_WARPS}, {blocks}) '
+                f"{name}(const LinearArgs args) "
                 f"{{ linear_{lanes.value}<{_CPP[each]}, {str(summarise).lower()}>(args); }}"
             )
     return _module("linear_scan.cu", ("LinearArgs", LINEAR_ARGS), entries)
@@ -101,53 +107,61 @@ def linear_source(item: str) -> KernelSource:
 def selective_name(kind: SelectiveKind, tile: SelectiveTile, summarise: bool) -> str:
     """Entry point of a selective_scan kernel."""
     parts = ["selective_scan", "summarise" if summarise else "apply", kind.item]
-    parts += ["complex"] * kind.complex + ["time"] * kind.time_fast + ["constB"] * (not kind.time_B) + ["constC"] * (not kind.time_C)
+    parts += (
+        ["complex"] * kind.complex
+        + ["time"] * kind.time_fast
+        + ["constB"] * (not kind.time_B)
+        + ["constC"] * (not kind.time_C)
+    )
     return "_".join([*parts, f"{tile.states}x{tile.groups}x{tile.channels}x{tile.steps}"])
-
-
-def has_time_fast(item: str, is_complex: bool, both_vary: bool) -> bool:
-    """Whether there are kernels whose pairs lie along time; the others read "bdl" one item at a time."""
-    return item != "float64" and not is_complex and both_vary
 
 
 @cache
 def selective_source(kind: SelectiveKind) -> KernelSource:
     """Every selective_scan kernel that a call of this kind can need."""
-    entries = {}
-    for tile in selective_tiles(kind.state, kind.time_B and kind.time_C):
+    entries, shared = {}, {}
+    for i, tile in enumerate(selective_tiles(kind)):
         template = ", ".join(
             [_CPP[kind.item], _CPP[kind.state]]
             + [str(size) for size in (tile.states, tile.groups, tile.channels, tile.steps)]
             + [str(flag).lower() for flag in (kind.time_fast, kind.time_B, kind.time_C)]
         )
-        shared = tile.shared_memory(kind)
         entries[f"shared memory of {template}"] = (
-            f"static_assert(sizeof(SelectiveTile<{template}>::Shared) == {shared}, "
+            f"static_assert(sizeof(SelectiveTile<{template}>::Shared) == {tile.shared_memory(kind)}, "
             f'"the plan counts on this much shared memory");'
         )
-        for summarise in (False, True):
+        for summarise in (False, True) if i == 0 else (False,):
             name = selective_name(kind, tile, summarise)
+            shared[name] = tile.shared_memory(kind)
             entries[name] = (
                 f'extern "C" __global__ void __launch_bounds__({tile.threads}, {tile.blocks}) '
                 f"{name}(const SelectiveArgs args) {{\n"
                 f"  extern __shared__ __align__(16) unsigned char memory[];\n"
                 f"  selective_scan<SelectiveTile<{template}>, {str(summarise).lower()}>(args, memory);\n}}"
             )
-    return _module("selective_scan.cu", ("SelectiveArgs", SELECTIVE_ARGS), entries)
+    return _module("selective_scan.cu", ("SelectiveArgs", SELECTIVE_ARGS), entries, shared)
 
 
 def all_sources() -> dict[str, KernelSource]:
     """Every module there is, by a readable name."""
     sources = {f"linear_scan {item}": linear_source(item) for item in _CPP}
-    for item in ("float32", "bfloat16", "float16", "float64"):
-        for is_complex in (False, True) if item != "float64" else (False,):
-            for time_B in (True, False):
-                for time_C in (True, False):
-                    for time_fast in (False, True):
-                        if time_fast and not has_time_fast(item, is_complex, time_B and time_C):
-                            continue
-                        kind = SelectiveKind(item, is_complex, time_fast, time_B, time_C)
-                        name = f"selective_scan {item}{' complex' * is_complex}{' time' * time_fast}"
-                        name += f"{' constant B' * (not time_B)}{' constant C' * (not time_C)}"
-                        sources[name] = selective_source(kind)
+    for kind in selective_kinds():
+        flags = [
+            *["complex"] * kind.complex,
+            *["time"] * kind.time_fast,
+            *["constant B"] * (not kind.time_B),
+            *["constant C"] * (not kind.time_C),
+        ]
+        sources[" ".join(["selective_scan", kind.item, *flags, f"{kind.states} states"])] = selective_source(kind)
     return sources
+
+
+def digest() -> str:
+    """Of all that decides what runs: the generated texts and the plan's tables."""
+    from . import _plan
+
+    state = hashlib.sha256()
+    for source in all_sources().values():
+        state.update(source.text.encode())
+    state.update(repr((_plan.THRESHOLDS, OPTIONS)).encode())
+    return state.hexdigest()[:16]

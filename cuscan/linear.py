@@ -39,9 +39,9 @@ def linear_scan(
         is a constant gate, taken in the accumulation type: ``linear_scan(0.99, 0.01 * x)`` is an exponential average.
     b : array
         Inputs, of any shape and strides: float16, bfloat16, float32, float64, complex64 or complex128.
-    h0 : array, optional
+    h0 : array or scalar, optional
         State before the first step (the last with `reverse`), of b's shape without `axis`, in the accumulation type.
-        Zero if absent.
+        A scalar is that state in every row. If absent, the first state is b itself.
     axis : int, optional
         The axis of time. May be left out for one-dimensional `b` only.
     reverse : bool
@@ -93,6 +93,7 @@ def linear_scan(
     if a is None:
         raise TypeError("a must be an array or a scalar, got None")
     call = Call(a=a, b=b, h0=h0, out=out)
+    scalar_h0: complex | None = complex(h0) if _arrays.is_python_scalar(h0) else None
     a_array, b, h0, out = (call.array(name) for name in ("a", "b", "h0", "out"))
     item = _arrays.check_item("b", b, tuple(_arrays.ITEM_CODE))
     state_item = np.dtype(_arrays.accumulation(item))
@@ -102,14 +103,16 @@ def linear_scan(
 
     if a_array is None:
         gate = complex(a)
-        if gate.imag != 0 and not item.startswith("complex"):
-            raise TypeError(f"a is complex and b is {item}: make b complex, or a real")
+        if not item.startswith("complex"):
+            _real("a", gate, item)
     else:
         _arrays.check_same_item(("b", b), ("a", a_array))
         try:
             a_array = call.xp.broadcast_to(a_array, shape)
         except ValueError:
             raise ValueError(f"a must broadcast to b's shape {shape}, got {tuple(a_array.shape)}") from None
+    if scalar_h0 is not None and not item.startswith("complex"):
+        scalar_h0 = _real("h0", scalar_h0, item)
     if h0 is not None:
         if h0.dtype != state_item:
             raise TypeError(f"h0 must be {state_item.name}, the accumulation type of {item}, got {h0.dtype.name}")
@@ -120,16 +123,30 @@ def linear_scan(
         _arrays.check_out(out, shape, inputs, may_be=("b", "a"))
 
     with call.place() as place:
+        if scalar_h0 is not None:
+            h0 = call.xp.full(rest, scalar_h0, state_item)
         if place is None:
-            return _run_numpy(gate if a_array is None else a_array, b, h0, out, out_item, axis, reverse, return_last_state)
-        place.keep(*(x for x in (a_array, b, h0) if x is not None))
+            result = np.empty(shape, out_item) if out is None else out
+            last = _run_numpy(gate if a_array is None else a_array, b, h0, result, axis, reverse)
+            return (result, last) if return_last_state else result
         result = out if out is not None else place.allocate(shape, out_item)
         last = place.allocate(rest, state_item) if return_last_state else None
         if b.size:
-            _run(place, call.xp, gate if a_array is None else a_array, b, h0, result, last, axis, reverse)
+            a_array, b, h0 = _arrays.usable(place, a_array, b, h0)
+            target = result if _arrays.is_aligned(result) else place.allocate(shape, out_item)
+            _run(place, gate if a_array is None else a_array, b, h0, target, last, axis, reverse)
+            if target is not result:
+                result[...] = target
         elif last is not None:
             last[...] = 0 if h0 is None else h0
     return (result, last) if return_last_state else result
+
+
+def _real(name: str, value: complex, item: str) -> float:
+    """The value, which must be real."""
+    if value.imag != 0:
+        raise TypeError(f"{name} is complex and b is {item}: make b complex, or {name} real")
+    return value.real
 
 
 def _check_axis(axis: int | None, b: Array) -> int:
@@ -141,35 +158,20 @@ def _check_axis(axis: int | None, b: Array) -> int:
         raise TypeError(f"axis must be an int, got {type(axis).__name__}")
     if not -b.ndim <= axis < b.ndim:
         raise ValueError(f"axis must be in [{-b.ndim}, {b.ndim}) for b of shape {tuple(b.shape)}, got {axis}")
-    return int(axis) % b.ndim
+    return int(axis) % int(b.ndim)
 
 
-def _run_numpy(
-    a: Any,
-    b: Array,
-    h0: Array | None,
-    out: Array | None,
-    out_item: Any,
-    axis: int,
-    reverse: bool,
-    return_last_state: bool,
-) -> Any:
-    if not isinstance(a, np.ndarray):
-        dtype = np.dtype(_arrays.accumulation(b.dtype.name))
-        a = np.broadcast_to(np.array(a if dtype.kind == "c" else a.real, dtype), b.shape)
-    result = out if out is not None else np.empty(b.shape, out_item)
+def _run_numpy(a: Any, b: Array, h0: Array | None, out: Array, axis: int, reverse: bool) -> Array:
+    state_item = np.dtype(_arrays.accumulation(b.dtype.name))
+    if isinstance(a, complex):
+        a = np.broadcast_to(np.array(a if state_item.kind == "c" else a.real, state_item), b.shape)
     length = b.shape[axis]
-    rows = b.size // length if length else 0
-    last = reference.linear_scan(
-        a, b, h0, result, axis=axis, reverse=reverse, accumulate=np.dtype(_arrays.accumulation(b.dtype.name)),
-        segments=_plan.plan_segments(rows, length),
-    )  # fmt: skip
-    return (result, last) if return_last_state else result
+    segments = _plan.plan_segments(b.size // length if length else 0, length)
+    return reference.linear_scan(a, b, h0, out, axis=axis, reverse=reverse, accumulate=state_item, segments=segments)
 
 
 def _run(
     place: Place,
-    xp: Any,
     a: Any,
     b: Array,
     h0: Array | None,
@@ -189,12 +191,11 @@ def _run(
     sizes, strides = _arrays.merge_axes(rest, strides, by="input")
     if len(sizes) > _launch.ROW_DIMS:
         # More row axes than the kernels count, none of which can be merged: work on contiguous copies.
-        copy = place.allocate(b.shape, out.dtype)
-        if not isinstance(a, complex):
-            a = xp.ascontiguousarray(a)
-        h0 = None if h0 is None else xp.ascontiguousarray(h0)
-        _run(place, xp, a, xp.ascontiguousarray(b), h0, copy, last, axis, reverse)
-        out[...] = copy
+        copies = [None if x is None or isinstance(x, complex) else _arrays.copy_of(place, x) for x in (a, b, h0)]
+        place.keep(*(x for x in copies if x is not None))
+        target = place.allocate(b.shape, out.dtype)
+        _run(place, a if copies[0] is None else copies[0], copies[1], copies[2], target, last, axis, reverse)
+        out[...] = target
         return
 
     item, length = b.dtype.name, b.shape[axis]

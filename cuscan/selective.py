@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import _arrays, _launch, _plan, reference
-from ._arrays import Array, Call
-from ._plan import SelectiveKind
-from ._source import has_time_fast
+from ._arrays import Array, Call, Place
+from ._plan import SelectiveKind, has_time_fast, states_a_thread
 
 _AXES = {
     "bld": ("(batch, length, channels)", "(batch, length, state)", "(batch, length, groups, state)"),
@@ -121,61 +120,95 @@ def selective_scan(
     ((3, 64, 5), (3, 5, 16))
     """
     _arrays.check_not_yet(mask=mask, reset=reset, cu_seqlens=cu_seqlens, return_states=return_states)
-    flags = {"delta_softplus": delta_softplus, "return_last_state": return_last_state, "reverse": reverse}
-    for name, flag in flags.items():
-        _arrays.check_flag(name, flag)
+    delta_softplus = _arrays.check_flag("delta_softplus", delta_softplus)
+    return_last_state = _arrays.check_flag("return_last_state", return_last_state)
+    reverse = _arrays.check_flag("reverse", reverse)
     if layout not in _AXES:
         raise ValueError(f"layout must be 'bld' or 'bdl', got {layout!r}")
     limits = _check_limits(delta_limit)
-    given = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias, "h0": h0, "out": out}
-    for name, x in given.items():
+    given = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias, "h0": h0}
+    for name, x in (given | {"out": out}).items():
         if _arrays.is_python_scalar(x) or (x is None and name in ("u", "delta", "A", "B", "C")):
             raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    call = Call(**given)
+    call = Call(**given, out=out)
     arrays = {name: call.array(name) for name in given}
+    out = call.array("out")
+    sizes = _check_shapes(arrays, layout)
     kind = _check_types(arrays)
-    state_item = np.dtype(kind.state)
-    batch, length, channels, state, groups = _check_shapes(arrays, layout)
-    out_item = _arrays.output_item(kind.item, out_dtype, arrays["out"])
-    if arrays["out"] is not None:
-        inputs = {name: x for name, x in arrays.items() if x is not None and name != "out"}
-        _arrays.check_out(arrays["out"], tuple(arrays["u"].shape), inputs)
+    shape = tuple(arrays["u"].shape)
+    item = _arrays.output_item(kind.item, out_dtype, out)
+    if out is not None:
+        _arrays.check_out(out, shape, {name: x for name, x in arrays.items() if x is not None})
 
     with call.place() as place:
-        allocate = np.empty if place is None else place.allocate
-        if place is not None:
-            place.keep(*(x for name, x in arrays.items() if x is not None and name != "out"))
-        y = arrays["out"] if arrays["out"] is not None else allocate(tuple(arrays["u"].shape), out_item)
-        view = {name: _time_second(arrays[name], layout) for name in ("u", "delta", "z")}
-        couples = [_grouped(arrays[name], layout) for name in ("B", "C")]
-        output = _time_second(y, layout)
+        options = _Options(delta_softplus, limits, reverse)
         if place is None:
-            last = reference.selective_scan(
-                view["u"], view["delta"], arrays["A"], *couples, arrays["D"], view["z"], arrays["delta_bias"],
-                arrays["h0"], output, delta_softplus=bool(delta_softplus), delta_limit=limits, reverse=bool(reverse),
-                accumulate=state_item, segments=_plan.plan_segments(batch * channels * state, length),
-            )  # fmt: skip
+            y = np.empty(shape, item) if out is None else out
+            last = _run_numpy(_views(arrays, layout), _time_second(y, layout), kind, sizes, options)
             return (y, last) if return_last_state else y
-        last = allocate((batch, channels, state), state_item) if return_last_state else None
-        if 0 in (batch, length, channels, state):
-            _fill_empty(arrays, view, output, last)
-        else:
-            problem = _plan.SelectiveProblem(
-                state_item=kind.state,
-                both_vary=kind.time_B and kind.time_C,
-                batch=batch,
-                length=length,
-                channels=channels,
-                state=state,
-                groups=groups,
-            )
-            prepared = _launch.SelectiveCall(
-                kind=_oriented(kind, view["u"]), u=view["u"], delta=view["delta"], A=arrays["A"], B=couples[0], C=couples[1], D=arrays["D"],
-                z=view["z"], delta_bias=arrays["delta_bias"], initial=arrays["h0"], output=output, last=last,
-                groups=groups, softplus=bool(delta_softplus), limits=limits,
-            )  # fmt: skip
-            _launch.selective(place, _plan.plan_selective(problem, place.limits), prepared, -1 if reverse else 1)
+        arrays = dict(zip(arrays, _arrays.usable(place, *arrays.values()), strict=True))
+        target = out if out is not None and _arrays.is_aligned(out) else place.allocate(shape, item)
+        last = place.allocate((sizes.batch, sizes.channels, sizes.state), kind.state) if return_last_state else None
+        _run(place, _views(arrays, layout), _time_second(target, layout), last, kind, sizes, options)
+        if out is not None and target is not out:
+            out[...] = target
+    y = target if out is None else out
     return (y, last) if return_last_state else y
+
+
+class _Sizes(NamedTuple):
+    batch: int
+    length: int
+    channels: int
+    state: int
+    groups: int
+
+
+class _Options(NamedTuple):
+    softplus: bool
+    limits: tuple[float, float] | None
+    reverse: bool
+
+
+def _run_numpy(x: dict[str, Any], y: Array, kind: SelectiveKind, sizes: _Sizes, options: _Options) -> Array:
+    return reference.selective_scan(
+        x["u"], x["delta"], x["A"], x["B"], x["C"], x["D"], x["z"], x["delta_bias"], x["h0"], y,
+        delta_softplus=options.softplus, delta_limit=options.limits, reverse=options.reverse,
+        accumulate=np.dtype(kind.state),
+        segments=_plan.plan_segments(sizes.batch * sizes.channels * sizes.state, sizes.length),
+    )  # fmt: skip
+
+
+def _run(
+    place: Place,
+    x: dict[str, Any],
+    y: Array,
+    last: Array | None,
+    kind: SelectiveKind,
+    sizes: _Sizes,
+    options: _Options,
+) -> None:
+    """Plan and launch; y and last are written."""
+    if 0 in sizes:
+        # No state or no step, so nothing to launch: y is D u silu(z), and the last state h0.
+        if last is not None:
+            last[...] = 0 if x["h0"] is None else x["h0"]
+        if y.size:
+            wide = x["u"].astype("float64")
+            value = wide * 0 if x["D"] is None else wide * x["D"].astype("float64")
+            if x["z"] is not None:
+                gate = x["z"].astype("float64")
+                value = value * gate / (1 + np.exp(-gate))
+            y[...] = value.astype(y.dtype)
+        return
+    kind = _oriented(kind, x["u"])
+    plan = _plan.plan_selective(_plan.SelectiveProblem(kind, *sizes), place.limits)
+    call = _launch.SelectiveCall(
+        kind=kind, u=x["u"], delta=x["delta"], A=x["A"], B=x["B"], C=x["C"], D=x["D"], z=x["z"],
+        delta_bias=x["delta_bias"], initial=x["h0"], output=y, last=last, groups=sizes.groups,
+        softplus=options.softplus, limits=options.limits,
+    )  # fmt: skip
+    _launch.selective(place, plan, call, -1 if options.reverse else 1)
 
 
 def _check_limits(limits: Any) -> tuple[float, float] | None:
@@ -209,14 +242,16 @@ def _check_types(arrays: dict[str, Array]) -> SelectiveKind:
     for name in ("A", "D", "delta_bias"):
         if arrays[name] is not None and not (is_complex and name == "A"):
             _arrays.check_item(name, arrays[name], (*_arrays.REAL, "complex64") if name == "A" else _arrays.REAL)
-    kind = SelectiveKind(item, is_complex, False, arrays["B"].ndim != 2, arrays["C"].ndim != 2)
+    vary = arrays["B"].ndim != 2, arrays["C"].ndim != 2
+    state_item = "complex64" if is_complex else _arrays.accumulation(item)
+    states = states_a_thread(state_item, all(vary), arrays["A"].shape[-1])
+    kind = SelectiveKind(item, is_complex, time_fast=False, time_B=vary[0], time_C=vary[1], states=states)
     if arrays["h0"] is not None and arrays["h0"].dtype.name != kind.state:
         raise TypeError(f"h0 must be {kind.state}, the accumulation type here, got {arrays['h0'].dtype.name}")
     return kind
 
 
-def _check_shapes(arrays: dict[str, Array], layout: str) -> tuple[int, int, int, int, int]:
-    """Batch, length, channels, state and groups."""
+def _check_shapes(arrays: dict[str, Array], layout: str) -> _Sizes:
     u, A = arrays["u"], arrays["A"]
     sequence_axes, couple_axes, grouped_axes = _AXES[layout]
     if u.ndim != 3:
@@ -263,7 +298,13 @@ def _check_shapes(arrays: dict[str, Array], layout: str) -> tuple[int, int, int,
         groups[name] = count
     if len(set(groups.values())) > 1:
         raise ValueError(f"B and C must have the same number of groups, got {groups['B']} and {groups['C']}")
-    return batch, length, channels, state, groups.get("B", groups.get("C", 1))
+    return _Sizes(batch, length, channels, state, groups.get("B", groups.get("C", 1)))
+
+
+def _views(arrays: dict[str, Any], layout: str) -> dict[str, Any]:
+    """The arrays with u, delta and z as (batch, length, channels), B and C as (batch, length, groups, state)."""
+    views = {name: _time_second(arrays[name], layout) for name in ("u", "delta", "z")}
+    return arrays | views | {name: _grouped(arrays[name], layout) for name in ("B", "C")}
 
 
 def _oriented(kind: SelectiveKind, u: Array) -> SelectiveKind:
@@ -285,16 +326,3 @@ def _grouped(x: Array, layout: str) -> Array:
     if layout == "bdl":
         x = x.transpose(0, 2, 1) if x.ndim == 3 else x.transpose(0, 3, 1, 2)
     return x[:, :, None, :] if x.ndim == 3 else x
-
-
-def _fill_empty(arrays: dict[str, Array], view: dict[str, Any], output: Array, last: Array | None) -> None:
-    """No state or no step: nothing to launch, y is D u silu(z) and the last state h0."""
-    if last is not None:
-        last[...] = 0 if arrays["h0"] is None else arrays["h0"]
-    if output.size:
-        u = view["u"].astype("float64")
-        y = u * arrays["D"].astype("float64") if arrays["D"] is not None else u * 0
-        if view["z"] is not None:
-            z = view["z"].astype("float64")
-            y = y * z / (1 + np.exp(-z))
-        output[...] = y.astype(output.dtype)
