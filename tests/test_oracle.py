@@ -1,0 +1,531 @@
+"""The oracle against what is known without a loop, and its bound against arithmetic that is known to err."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cuscan.testing import oracle
+
+F32 = np.float32
+GATES = [1 / 2, 2, -1, 0, 1 / 2, 2, -1, 1]
+INPUTS = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def accepted(actual, scan):
+    try:
+        oracle.assert_scan_close(actual, scan.value, scan.bound)
+    except AssertionError:
+        return False
+    return True
+
+
+# linear_scan: values
+
+
+def test_constant_gate_is_a_geometric_sum():
+    scan = oracle.linear_scan(np.full(8, 0.5), np.ones(8))
+    np.testing.assert_array_equal(scan.value, [2 - 0.5**t for t in range(8)])
+    assert scan.last == 2 - 0.5**7
+
+
+def test_changing_gates_worked_by_hand():
+    forward, backward = oracle.linear_scan(GATES, INPUTS), oracle.linear_scan(GATES, INPUTS, reverse=True)
+    np.testing.assert_array_equal(forward.value, [1, 4, -1, 4, 7, 20, -13, -5])
+    np.testing.assert_array_equal(backward.value, [1, 0, -1, 4, 7, 4, -1, 8])
+    assert forward.last == -5
+    assert backward.last == 1
+
+
+def test_h0_enters_through_the_first_gate():
+    np.testing.assert_array_equal(
+        oracle.linear_scan(GATES, INPUTS, 6.0).value, [4, 10, -7, 4, 7, 20, -13, -5]
+    )
+    reversed_ = oracle.linear_scan(GATES, INPUTS, 6.0, reverse=True)
+    np.testing.assert_array_equal(reversed_.value, [1, 0, -1, 4, 1, -8, -7, 14])
+
+
+def test_no_state_enters_without_h0():
+    with_zero = oracle.linear_scan([np.inf, 1.0], [2.0, 1.0], 0.0)
+    np.testing.assert_array_equal(oracle.linear_scan([np.inf, 1.0], [2.0, 1.0]).value, [2, 3])
+    assert np.isnan(with_zero.value).all()
+
+
+def test_no_steps_leave_h0():
+    scan = oracle.linear_scan(np.zeros((2, 0)), np.zeros((2, 0)), [3.0, 4.0])
+    np.testing.assert_array_equal(scan.last, [3, 4])
+    np.testing.assert_array_equal(scan.last_bound, [0, 0])
+    np.testing.assert_array_equal(oracle.linear_scan(np.zeros(0), np.zeros(0)).last, 0)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_lower_triangular_matrix(axis, reverse):
+    # Integers, so the matrix product is exact: m[t, s] = a[s+1] ... a[t].
+    shape = (7, 7, 3)
+    a, b = (rng(seed).integers(-2, 3, shape).astype(float) for seed in (1, 2))
+    scan = oracle.linear_scan(a, b, axis=axis, reverse=reverse)
+    for row in np.ndindex(tuple(n for i, n in enumerate(shape) if i != axis % 3)):
+        gates, inputs = (np.moveaxis(x, axis, -1)[row] for x in (a, b))
+        if reverse:
+            gates, inputs = gates[::-1], inputs[::-1]
+        n = len(inputs)
+        matrix = np.array(
+            [[np.prod(gates[s + 1 : t + 1]) if s <= t else 0 for s in range(n)] for t in range(n)]
+        )
+        expected = matrix @ inputs
+        np.testing.assert_array_equal(
+            np.moveaxis(scan.value, axis, -1)[row], expected[::-1] if reverse else expected
+        )
+        assert scan.last[row] == expected[-1]
+
+
+def test_a_scalar_gate_broadcasts():
+    np.testing.assert_array_equal(
+        oracle.linear_scan(2.0, [[1, 1, 1], [1, 0, 2]]).value, [[1, 3, 7], [1, 2, 6]]
+    )
+
+
+def test_complex_rotation():
+    # Eight turns by an eighth: a^t sums to (1 - a^n) / (1 - a).
+    a = np.exp(2j * np.pi / 8)
+    scan = oracle.linear_scan(np.full(9, a), np.ones(9), eps=2.0**-53)
+    oracle.assert_scan_close((1 - a ** np.arange(1, 10)) / (1 - a), scan.value, scan.bound)
+    assert abs(scan.value[7]) < 1e-15
+
+
+def test_scipy_lfilter():
+    signal = pytest.importorskip("scipy.signal")
+    b = rng().normal(size=(3, 200))
+    np.testing.assert_allclose(
+        oracle.linear_scan(0.97, b).value, signal.lfilter([1.0], [1.0, -0.97], b), rtol=1e-12, atol=1e-13
+    )
+
+
+# selective_scan: values
+
+
+def layer(batch=2, length=12, channels=4, state=3, *, groups=None, constant="", is_complex=False, seed=0):
+    """Inputs in layout "bld"; groups None leaves the axis out, `constant` names B, C or both."""
+    r = rng(seed)
+
+    def parameter(*shape):
+        x = r.normal(size=shape)
+        return x + 1j * r.normal(size=shape) if is_complex else x
+
+    middle = () if groups is None else (groups,)
+    return {
+        "u": r.normal(size=(batch, length, channels)),
+        "delta": r.normal(size=(batch, length, channels)),
+        "A": -np.exp(r.normal(size=(channels, state)))
+        + (1j * parameter(channels, state) if is_complex else 0),
+        "B": parameter(*((channels, state) if "B" in constant else (batch, length, *middle, state))),
+        "C": parameter(*((channels, state) if "C" in constant else (batch, length, *middle, state))),
+        "D": r.normal(size=channels),
+        "z": r.normal(size=(batch, length, channels)),
+        "delta_bias": r.normal(size=channels),
+        "delta_softplus": True,
+    }
+
+
+def double_sum(u, delta, A, B, C, D, z, delta_bias, delta_softplus, delta_limit=(-np.inf, np.inf)):
+    """The same layer without a recurrence: all pairs of steps s <= t, gates by the sum of delta between."""
+    batch, length, channels = u.shape
+    delta = np.logaddexp(delta + delta_bias, 0) if delta_softplus else delta + delta_bias
+    delta = np.clip(delta, *delta_limit)
+
+    def spread(x):  # (batch, length, channels, state)
+        if x.ndim == 2:
+            return np.broadcast_to(x, (batch, length, *x.shape))
+        x = x[:, :, None] if x.ndim == 3 else x
+        return x[:, :, np.arange(channels) * x.shape[2] // channels]
+
+    B, C = spread(B), spread(C)
+    y = np.zeros((batch, length, channels), B.dtype)
+    for t in range(length):
+        for s in range(t + 1):
+            gate = np.exp(delta[:, s + 1 : t + 1].sum(axis=1)[..., None] * A)
+            y[:, t] += (C[:, t] * gate * (delta[:, s] * u[:, s])[..., None] * B[:, s]).sum(axis=-1)
+    y = 2 * y.real if np.iscomplexobj(y) else y
+    return (y + D * u) * z / (1 + np.exp(-z))
+
+
+@pytest.mark.parametrize("groups", [None, 1, 2, 4])
+@pytest.mark.parametrize("constant", ["", "B", "C", "BC"])
+@pytest.mark.parametrize("is_complex", [False, True])
+def test_selective_against_the_double_sum(groups, constant, is_complex):
+    inputs = layer(groups=groups, constant=constant, is_complex=is_complex)
+    scan = oracle.selective_scan(**inputs, eps=2.0**-53)
+    np.testing.assert_allclose(scan.value, double_sum(**inputs), rtol=1e-11, atol=1e-12)
+    limited = oracle.selective_scan(**inputs, delta_limit=(0.1, 0.7), eps=2.0**-53)
+    np.testing.assert_allclose(
+        limited.value, double_sum(**inputs, delta_limit=(0.1, 0.7)), rtol=1e-11, atol=1e-12
+    )
+    assert np.abs(limited.value - scan.value).max() > 0.1
+
+
+def test_layout_bdl_and_reverse_are_index_maps():
+    inputs = layer(groups=2)
+    bld = oracle.selective_scan(**inputs)
+    swapped = {**inputs, **{k: inputs[k].swapaxes(1, 2) for k in ("u", "delta", "z")}}
+    swapped |= {k: np.moveaxis(inputs[k], 1, -1) for k in "BC"}
+    bdl = oracle.selective_scan(**swapped, layout="bdl")
+    np.testing.assert_array_equal(bdl.value, bld.value.swapaxes(1, 2))
+    np.testing.assert_array_equal(bdl.bound, bld.bound.swapaxes(1, 2))
+    np.testing.assert_array_equal(bdl.last, bld.last)
+
+    one_group = {k: v[:, :, 0] if k in "BC" else v for k, v in inputs.items()}
+    one_swapped = {**swapped, **{k: one_group[k].swapaxes(1, 2) for k in "BC"}}
+    np.testing.assert_array_equal(
+        oracle.selective_scan(**one_swapped, layout="bdl").value.swapaxes(1, 2),
+        oracle.selective_scan(**one_group).value,
+    )
+    flipped = {k: v[:, ::-1] if k in ("u", "delta", "z", "B", "C") else v for k, v in inputs.items()}
+    backward = oracle.selective_scan(**flipped, reverse=True)
+    np.testing.assert_array_equal(backward.value, bld.value[:, ::-1])
+    np.testing.assert_array_equal(backward.last, bld.last)
+
+
+def test_selective_worked_by_hand():
+    # One channel, gates 1/2 and 1/4 from A = log 2 and -delta; h = 3, then 3/4 + 2*5 = 10.75.
+    scan = oracle.selective_scan(
+        np.array([[[3.0], [5.0]]]),
+        np.array([[[1.0], [2.0]]]),
+        np.array([[-np.log(2.0)]]),
+        np.array([[[1.0], [1.0]]]),
+        np.array([[[2.0], [-1.0]]]),
+        D=[10.0],
+        h0=np.array([[[4.0]]]),
+    )
+    # h0 = 4 enters: h = 4/2 + 3 = 5, then 5/4 + 10 = 11.25.
+    np.testing.assert_allclose(scan.value, [[[2 * 5 + 30], [-11.25 + 50]]], rtol=1e-15)
+    np.testing.assert_allclose(scan.last, [[[11.25]]], rtol=1e-15)
+
+
+def test_fft_convolution_only_when_nothing_selects():
+    length = 64
+    r = rng()
+    A, B, C = -np.exp(r.normal(size=(2, 3))), r.normal(size=(2, 3)), r.normal(size=(2, 3))
+    u, delta = r.normal(size=(1, length, 2)), np.full((1, length, 2), 0.1)
+    kernel = (C * B * 0.1 * np.exp(0.1 * A * np.arange(length)[:, None, None])).sum(axis=-1)
+    spectrum = np.fft.rfft(kernel, 2 * length, axis=0) * np.fft.rfft(u[0], 2 * length, axis=0)
+    convolved = np.fft.irfft(spectrum, axis=0)[:length]
+    np.testing.assert_allclose(oracle.selective_scan(u, delta, A, B, C).value[0], convolved, atol=1e-13)
+    delta[0, 20:] *= 2
+    selective = oracle.selective_scan(u, delta, A, B, C).value[0]
+    np.testing.assert_allclose(selective[:20], convolved[:20], atol=1e-13)
+    assert np.abs(selective - convolved)[20:].max() > 0.05
+
+
+def test_no_steps_leave_h0_selective():
+    h0 = np.arange(6.0).reshape(1, 2, 3)
+    empty = np.zeros((1, 0, 2))
+    scan = oracle.selective_scan(empty, empty, -np.ones((2, 3)), np.ones((2, 3)), np.ones((2, 3)), h0=h0)
+    assert scan.value.shape == (1, 0, 2)
+    np.testing.assert_array_equal(scan.last, h0)
+
+
+def test_nan_and_infinity_pass_through():
+    one = np.ones((1, 3, 1))
+    u = np.array([1.0, np.nan, 1.0]).reshape(1, 3, 1)
+    scan = oracle.selective_scan(u, one, -one[0, :1], one, one)
+    np.testing.assert_array_equal(np.isnan(scan.value[0, :, 0]), [False, True, True])
+    u[0, 1] = np.inf
+    np.testing.assert_array_equal(
+        np.isinf(oracle.selective_scan(u, one, -one[0, :1], one, one).value[0, :, 0]), [False, True, True]
+    )
+    delta = np.array([np.nan, np.inf, 1.0]).reshape(1, 3, 1)
+    scan = oracle.selective_scan(
+        one, delta, -one[0, :1], one, one, delta_softplus=True, delta_limit=(0.0, 2.0), h0=one[:, :1]
+    )
+    np.testing.assert_array_equal(np.isnan(scan.value[0, :, 0]), [True, True, True])
+    delta = np.array([np.inf, -np.inf]).reshape(1, 2, 1)
+    scan = oracle.selective_scan(
+        one[:, 1:], delta, -one[0, :1], one, one, delta_bias=[0.0], delta_limit=(0.5, 2.0)
+    )
+    assert np.isfinite(scan.bound).all()
+    np.testing.assert_allclose(scan.value[0, :, 0], [2, 2 * np.exp(-0.5) + 0.5])
+
+
+# The bound holds
+
+
+def serial(a, b, h0=None, state=None):
+    """h = a h + b with two roundings a step; the state is kept in the type `state`, b's if None."""
+    out = np.empty_like(b)
+    h = None if h0 is None else b.dtype.type(h0)
+    for t in range(len(b)):
+        h = b[t] if h is None else a[t] * h + b[t]
+        if state is not None:
+            h = h.astype(state).astype(b.dtype)
+        out[t] = h
+    return out
+
+
+def hillis_steele(a, b, *, swapped=False):
+    """log2(n) rounds over all pairs, each combined with the one `distance` before it."""
+    a, b = a.copy(), b.copy()
+    distance = 1
+    while distance < len(b):
+        a1, b1, a2, b2 = a[:-distance], b[:-distance], a[distance:], b[distance:]
+        combined = a1 * b2 + b1 if swapped else a2 * b1 + b2
+        b[distance:], a[distance:] = combined, a1 * a2
+        distance *= 2
+    return b
+
+
+def random_tree(a, b, r):
+    """One (gate, state) of the whole range, split anywhere."""
+    if len(b) == 1:
+        return a[0], b[0]
+    cut = r.integers(1, len(b))
+    (a1, b1), (a2, b2) = random_tree(a[:cut], b[:cut], r), random_tree(a[cut:], b[cut:], r)
+    return a1 * a2, a2 * b1 + b2
+
+
+def test_bound_covers_slow_gates_where_a_sum_of_terms_does_not():
+    n = 100_000
+    a, b = np.full(n, 0.9999, F32), np.ones(n, F32)
+    scan = oracle.linear_scan(a, b)
+    error = np.abs(serial(a, b) - scan.value)
+    terms = scan.value  # all positive
+    assert (error / (2 * 2.0**-24 * terms)).max() > 1000
+    assert accepted(serial(a, b), scan)
+    assert accepted(hillis_steele(a, b), scan)
+
+
+@pytest.mark.parametrize("low", [-1.0, 0.5, 0.999])
+@pytest.mark.parametrize("kind", [F32, np.complex64, np.float64])
+def test_bound_covers_any_association(low, kind):
+    r = rng(3)
+    n, eps = 300, 2.0**-53 if kind is np.float64 else 2.0**-24
+    a, b = r.uniform(low, 1, n).astype(kind), r.normal(size=n).astype(kind)
+    if kind is np.complex64:
+        a, b = a * np.exp(1j * r.normal(size=n)).astype(kind), b * kind(1 + 2j)
+    scan = oracle.linear_scan(a, b, eps=eps)
+    assert accepted(serial(a, b), scan)
+    assert accepted(hillis_steele(a, b), scan)
+    trees = np.array([random_tree(a, b, r)[1] for _ in range(50)], kind)
+    oracle.assert_scan_close(trees, np.full(50, scan.value[-1]), np.full(50, scan.bound[-1]))
+
+
+def test_bound_covers_a_flushed_product_of_gates():
+    # As a product of gates, 1e-30 * 1e-30 is 0 in float32, and 1e30 behind it is gone.
+    a, b = np.array([1e-30, 1e-30, 1.0], F32), np.array([0.0, 0.0, 1.0], F32)
+    scan = oracle.linear_scan(a, b, 1e38)
+    with np.errstate(under="ignore"):
+        product = a[0] * a[1]
+    assert product == 0
+    assert scan.value[1] > 1e-23
+    assert accepted(np.array([a[0] * F32(1e38), 0, 1], F32), scan)
+    assert not accepted(np.array([0, 0, 1], F32), scan)
+
+
+def softplus_log1p(x):
+    return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
+
+
+def softplus_naive(x):
+    return np.log(np.exp(x) + F32(1))
+
+
+def float32_layer(softplus, delta, bias):
+    """State 1, channel 1, in float32 step by step."""
+    step = softplus(delta + bias)
+    return step, serial(np.exp(-step), step)
+
+
+@pytest.mark.parametrize("center", [-16.0, -5.0, 0.0, 5.0])
+def test_bound_covers_softplus_but_not_its_naive_form(center):
+    r = rng(4)
+    delta = r.normal(size=400).astype(F32)
+    bias = F32(center)
+    one = np.ones((1, 400, 1))
+    scan = oracle.selective_scan(
+        one, delta[None, :, None], [[-1.0]], one, one, delta_bias=[bias], delta_softplus=True
+    )
+    _, good = float32_layer(softplus_log1p, delta, bias)
+    assert accepted(good[None, :, None], scan)
+    if center == -16:
+        _, bad = float32_layer(softplus_naive, delta, bias)
+        assert not accepted(bad[None, :, None], scan)
+
+
+def test_bound_follows_a_rounding_through_softplus():
+    # At x = -16 one rounding of delta + bias is 16 roundings of softplus.
+    def relative_bound(**options):
+        one = np.ones((1, 1, 1))
+        scan = oracle.selective_scan(one, -15 * one, -one[0], one, one, delta_softplus=True, **options)
+        return (scan.bound / scan.value).item() * 2**24
+
+    assert 15 < relative_bound(delta_bias=[-1.0]) - relative_bound() < 18
+
+
+def test_bound_of_limited_delta_is_that_of_the_limit():
+    one = np.ones((1, 1, 1))
+    inside = oracle.selective_scan(one, 5 * one, -one[0], one, one, delta_bias=[95.0], delta_limit=(0.0, 1e3))
+    outside = oracle.selective_scan(
+        one, 5 * one, -one[0], one, one, delta_bias=[95.0], delta_limit=(0.0, 1e-3)
+    )
+    assert outside.value == 1e-3
+    np.testing.assert_allclose(outside.bound / outside.value, inside.bound / inside.value, rtol=1e-4)
+
+
+# The bound is not vacuous
+
+
+@pytest.fixture(scope="module", params=[0.5, 0.9, 0.99])
+def ordinary(request):
+    r = rng(5)
+    a = r.uniform(request.param, 1, 1000).astype(F32)
+    b = r.normal(size=1000).astype(F32)
+    return a, b, oracle.linear_scan(a, b)
+
+
+def test_right_float32_is_accepted(ordinary):
+    a, b, scan = ordinary
+    assert accepted(serial(a, b), scan)
+    assert accepted(hillis_steele(a, b), scan)
+
+
+def test_mistakes_are_rejected(ordinary):
+    a, b, scan = ordinary
+    good = serial(a, b)
+    assert not accepted(hillis_steele(a, b, swapped=True), scan)
+    assert not accepted(serial(np.roll(a, 1), b), scan)
+    assert not accepted(serial(a, b, h0=1e-4), scan)
+    assert not accepted(good[::-1], scan)
+    assert not accepted(serial(a.astype(ml_dtypes.bfloat16).astype(F32), b), scan)
+    assert not accepted(serial(a, b, state=ml_dtypes.bfloat16), scan)
+
+
+def test_bound_is_a_few_roundings_where_gates_decay():
+    scan = oracle.linear_scan(np.full(1000, 0.5), np.ones(1000))
+    # Terms 2^-k with 2 (k + 1) roundings, and 2 * 10 for the tree: 8 + 20 * 2.
+    np.testing.assert_allclose(scan.bound[-1], 48 * 2.0**-24, rtol=1e-3)
+
+
+# One step from h0 = 1 or from u = 1, all values 1 but for the gate. In eps: the state has c = 2 and
+# later_operand = 2; the gate 4 + 2 |delta A| + |delta A| eps_delta; b = delta B u 2 + eps_delta; C h has 2.
+@pytest.mark.parametrize(
+    ("options", "roundings"),
+    [
+        ({"h0": 1.0}, 4 + 2 + (2 + 2) + 2),
+        ({"h0": 1.0, "delta": 3.0}, 4 + 3 * 2 + (2 + 2) + 2),
+        ({"h0": 1.0, "delta": 2.0, "delta_bias": [1.0]}, 4 + 3 * (2 + 1) + (2 + 2) + 2),
+        ({"h0": 1.0, "z": 1.0}, 4 + 2 + (2 + 2) + 2 + (4 + 4 + 3)),
+        ({"h0": 1.0, "A": -1.0 + 0.0j}, 9 + 2 + (1 + 5**0.5 + 2) + 3),
+        ({"h0": 1.0, "A": -1.0 + 4.0j}, 9 + 2 * 17**0.5 + (1 + 5**0.5 + 2) + 3),
+        ({"u": 1.0}, 2 + (2 + 2) + 2),
+        ({"u": 1.0, "h0": 0.0}, 2 + (2 + 2) + 2),
+        ({"u": 1.0, "delta_softplus": True}, (8 + 1) + 2 + (2 + 2) + 2),
+        ({"u": 1.0, "D": [1.0]}, (2 + (2 + 2) + 2 * 2) / 2),
+        ({"u": 1.0, "B": 1.0, "state": 5}, 2 + (2 + 2) + 6),
+    ],
+)
+@pytest.mark.parametrize("eps", [2.0**-24, 2.0**-53])
+def test_bound_counts_roundings(options, roundings, eps):
+    options = dict(options)
+    states = options.pop("state", 1)
+    ones = np.ones((1, 1, 1))
+    wide = np.ones((1, 1, states))
+    if "h0" in options:
+        options["h0"] *= wide
+    scan = oracle.selective_scan(
+        options.pop("u", 0.0) * ones,
+        options.pop("delta", 1.0) * ones,
+        options.pop("A", -1.0) * wide[0],
+        options.pop("B", 1.0) * wide,
+        wide,
+        z=options.pop("z") * ones if "z" in options else None,
+        **options,
+        eps=eps,
+    )
+    # A complex y is 2 Re: what its bound is relative to is twice the modulus of the state.
+    size = abs(scan.value.item()) if np.isrealobj(scan.last) else 2 * abs(scan.last.item())
+    np.testing.assert_allclose(scan.bound.item() / size, roundings * (eps + 2.0**-53), rtol=1e-4)
+
+
+def test_bound_covers_gates_that_are_all_off_the_same_way():
+    one = np.ones((1, 500, 1))
+    scan = oracle.selective_scan(0 * one, 0.01 * one, [[-1.0]], one, one, h0=one[:, :1])
+    gates = np.exp(-0.01) * (1 + 4 * 2.0**-24)
+    assert accepted(gates ** np.arange(1, 501)[None, :, None], scan)
+    gates = np.exp(-0.01) * (1 + 8 * 2.0**-24)
+    assert not accepted(gates ** np.arange(1, 501)[None, :, None], scan)
+
+
+# assert_scan_close
+
+
+@pytest.mark.parametrize(
+    ("dtype", "half_ulp"),
+    [(np.float16, 2.0**-11), (ml_dtypes.bfloat16, 2.0**-8), (F32, 2.0**-24), (np.float64, 2.0**-53)],
+)
+def test_close_allows_the_rounding_of_the_type_and_no_more(dtype, half_ulp):
+    actual = np.array([1.0]).astype(dtype)
+    zero = np.zeros(1)
+    oracle.assert_scan_close(actual, np.array([1.0]) + half_ulp, zero)
+    with pytest.raises(AssertionError, match="1 of 1 elements"):
+        oracle.assert_scan_close(actual, np.array([1.0]) + 2.5 * half_ulp, zero)
+    oracle.assert_scan_close(actual, np.array([1.0]) + 2.5 * half_ulp, zero + 1.6 * half_ulp)
+
+
+def test_close_knows_subnormal_spacing_and_overflow():
+    zero = np.zeros(1)
+    smallest = np.array([2.0**-24], np.float16)
+    oracle.assert_scan_close(smallest, np.array([2.0**-24 * 1.5]), zero)
+    with pytest.raises(AssertionError):
+        oracle.assert_scan_close(smallest, np.array([2.0**-24 * 1.6]), zero)
+    infinity = np.array([np.inf], np.float16)
+    oracle.assert_scan_close(infinity, np.array([65520.0]), zero)
+    for value in (65519.0, -65520.0):
+        with pytest.raises(AssertionError):
+            oracle.assert_scan_close(infinity, np.array([value]), zero)
+
+
+def test_close_rounds_where_the_bound_may_reach():
+    # Below 1 the spacing is half of that above, and the bound reaches above.
+    unit = 2.0**-23
+    actual, value, bound = (
+        np.array([1 + 8 * unit], np.float32),
+        np.array([1 - 0.3 * unit]),
+        np.array([8 * unit]),
+    )
+    oracle.assert_scan_close(actual, value, bound)
+    with pytest.raises(AssertionError):
+        oracle.assert_scan_close(actual, value - 0.3 * unit, bound)
+
+
+def test_close_allows_both_parts_of_a_complex_number_to_round():
+    value = np.array([1 + 1j]) * (1 + 0.99 * 2.0**-24)
+    oracle.assert_scan_close(np.array([1 + 1j], np.complex64), value, np.zeros(1))
+    with pytest.raises(AssertionError):
+        oracle.assert_scan_close(np.array([1 + 1j], np.complex64), value + 2.0**-24, np.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("actual", "value"),
+    [(np.nan, 1.0), (1.0, np.nan), (np.inf, 1.0), (1.0, np.inf), (-np.inf, np.inf), (np.nan, np.inf)],
+)
+def test_close_is_strict_about_what_is_not_finite(actual, value):
+    with pytest.raises(AssertionError):
+        oracle.assert_scan_close(np.array([actual]), np.array([value]), np.zeros(1))
+    oracle.assert_scan_close(np.array([value]), np.array([value]), np.array([np.nan if value != 1 else 0]))
+
+
+def test_close_never_passes_on_a_bound_that_is_nan():
+    with pytest.raises(AssertionError):
+        oracle.assert_scan_close(np.ones(1), np.ones(1), np.array([np.nan]))
+
+
+def test_close_names_the_worst():
+    actual = np.zeros((2, 3))
+    actual[1, 2], actual[0, 1] = 4.0, 1.0
+    with pytest.raises(AssertionError, match=r"2 of 6 .* at \(1, 2\): actual .*4\.0.* error 4, allowed 0\.5"):
+        oracle.assert_scan_close(actual, np.zeros((2, 3)), np.full((2, 3), 0.5))
+    with pytest.raises(AssertionError, match=r"shape \(2, 3\), expected \(3, 2\)"):
+        oracle.assert_scan_close(actual, np.zeros((3, 2)), np.zeros((3, 2)))
