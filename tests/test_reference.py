@@ -1,0 +1,487 @@
+"""The NumPy implementation against the oracle, and by properties that need none."""
+
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuscan import reference
+from cuscan.testing import oracle
+
+BF16 = ml_dtypes.bfloat16
+ACCUMULATE = {
+    np.float16: np.float32,
+    BF16: np.float32,
+    np.float32: np.float32,
+    np.float64: np.float64,
+    np.complex64: np.complex64,
+    np.complex128: np.complex128,
+}
+SEGMENTS = [1, 2, 3, 7, 1000]
+# Every length around the edges of 1, 2, 3 and 7 segments, and of the tiles that are staged (64 steps).
+LENGTHS = [0, 1, 2, 3, 4, 6, 7, 8, 13, 14, 15, 20, 21, 22, 63, 64, 65, 129]
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def roundoff(dtype):
+    return 2.0**-53 if dtype in (np.float64, np.complex128) else 2.0**-24
+
+
+def linear_scan(a, b, h0=None, *, axis=-1, reverse=False, segments=1, out=None, accumulate=None):
+    b = np.asarray(b)
+    accumulate = np.dtype(accumulate or ACCUMULATE[b.dtype.type])
+    out = np.empty_like(b) if out is None else out
+    h0 = None if h0 is None else np.asarray(h0, accumulate)
+    last = reference.linear_scan(
+        np.asarray(a), b, h0, out, axis=axis, reverse=reverse, accumulate=accumulate, segments=segments
+    )
+    assert last.dtype == accumulate
+    return out, last
+
+
+def check_linear(a, b, h0=None, *, axis=-1, reverse=False, segments=1, out=None):
+    expected = oracle.linear_scan(a, b, h0, axis=axis, reverse=reverse, eps=roundoff(b.dtype.type))
+    out, last = linear_scan(a, b, h0, axis=axis, reverse=reverse, segments=segments, out=out)
+    oracle.assert_scan_close(out, expected.value, expected.bound)
+    oracle.assert_scan_close(last, expected.last, expected.last_bound)
+
+
+def gates_and_inputs(shape, dtype=np.float32, seed=0):
+    r = rng(seed)
+    a, b = r.uniform(-1.05, 1.05, shape), r.normal(size=shape)
+    if np.dtype(dtype).kind == "c":
+        a, b = a * np.exp(1j * r.normal(size=shape)), b + 1j * r.normal(size=shape)
+    return a.astype(dtype), b.astype(dtype)
+
+
+# linear_scan
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("with_h0", [False, True])
+def test_linear_every_length(segments, reverse, with_h0):
+    for length in LENGTHS:
+        a, b = gates_and_inputs((3, length), seed=length)
+        h0 = np.array([1.0, -2.0, 3.0], np.float32) if with_h0 else None
+        check_linear(a, b, h0, reverse=reverse, segments=segments)
+
+
+@pytest.mark.parametrize("dtype", ACCUMULATE)
+@pytest.mark.parametrize("segments", [1, 3])
+def test_linear_types(dtype, segments):
+    a, b = gates_and_inputs((2, 90, 3), dtype)
+    h0 = np.full((2, 3), 1.25 + (0.5j if np.dtype(dtype).kind == "c" else 0))
+    check_linear(a, b, h0, axis=1, segments=segments)
+
+
+def test_linear_out_type_is_rounded_once():
+    a, b = np.full(300, 0.999, np.float32), np.ones(300, np.float32)
+    wide, _ = linear_scan(a, b)
+    narrow, last = linear_scan(a, b, out=np.empty(300, BF16))
+    np.testing.assert_array_equal(narrow, wide.astype(BF16))
+    assert last == wide[-1]
+    # A running sum in bfloat16 sticks at 256.
+    total, _ = linear_scan(np.ones(4096, BF16), np.ones(4096, BF16), segments=3)
+    assert total[-1] == 4096
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -3])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("segments", [1, 2])
+def test_linear_axes_and_views(axis, reverse, segments):
+    big_a, big_b = gates_and_inputs((9, 14, 10))
+    h0_shape = tuple(n for i, n in enumerate((5, 7, 5)) if i != axis % 3)
+    views = [
+        (big_a[:5, :7, :5], big_b[4:, 7:, 5:]),
+        (big_a[::2, ::-2, ::2], big_b[::-2, ::2, 1::2]),
+        (big_a.T[::2, ::2, ::2].transpose(2, 1, 0)[:5], big_b[::2, :7, ::2]),
+        (big_a[:1, :7, :1], big_b[:5, :7, :5]),
+        (big_a[0, 0, 0], np.asfortranarray(big_b[:5, :7, :5])),
+    ]
+    for a, b in views:
+        before = b.copy()
+        out = np.full((10, 7, 10), 7, np.float32)
+        check_linear(
+            a,
+            b,
+            rng().normal(size=h0_shape),
+            axis=axis,
+            reverse=reverse,
+            segments=segments,
+            out=out[::-2, :, ::2],
+        )
+        np.testing.assert_array_equal(b, before)
+        np.testing.assert_array_equal(out[::2], 7)
+        np.testing.assert_array_equal(out[:, :, 1::2], 7)
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_linear_out_is_an_input(segments, reverse, dtype):
+    a, b = gates_and_inputs((2, 150, 3), dtype)
+    expected, last = linear_scan(a, b, axis=1, reverse=reverse, segments=segments)
+    for index in range(2):
+        inputs = [a.copy(), b.copy()]
+        _, again = linear_scan(*inputs, axis=1, reverse=reverse, segments=segments, out=inputs[index])
+        np.testing.assert_array_equal(inputs[index], expected)
+        np.testing.assert_array_equal(again, last)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_linear_segments_agree_bit_for_bit_on_exact_inputs(reverse):
+    r = rng()
+    a = r.choice(np.array([-1, 0, 1], np.float32), (200, 5), p=[0.45, 0.1, 0.45])
+    b = r.integers(-8, 9, (200, 5)).astype(np.float32)
+    h0 = r.integers(-8, 9, 5).astype(np.float32)
+    plain, last = linear_scan(a, b, h0, axis=0, reverse=reverse)
+    np.testing.assert_array_equal(plain, oracle.linear_scan(a, b, h0, axis=0, reverse=reverse).value)
+    for segments in SEGMENTS:
+        out, again = linear_scan(a, b, h0, axis=0, reverse=reverse, segments=segments)
+        np.testing.assert_array_equal(out, plain)
+        np.testing.assert_array_equal(again, last)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (0, 0), (2, 0, 3)])
+@pytest.mark.parametrize("segments", [1, 2])
+def test_linear_empty(shape, segments):
+    for axis in range(len(shape)):
+        rest = shape[:axis] + shape[axis + 1 :]
+        empty = np.empty(shape, np.float32)
+        _, last = linear_scan(empty, empty, np.full(rest, 2.0), axis=axis, segments=segments)
+        np.testing.assert_array_equal(last, np.full(rest, 2.0))
+        _, last = linear_scan(empty, empty, axis=axis, segments=segments)
+        np.testing.assert_array_equal(last, np.zeros(rest))
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 4])
+def test_linear_no_state_enters_without_h0(segments):
+    a = np.array([np.inf, 1, 0.5, 1], np.float32)
+    out, _ = linear_scan(a, np.array([-0.0, 1, 1, 1], np.float32), segments=segments)
+    np.testing.assert_array_equal(out, [0, 1, 1.5, 2.5])
+    assert np.signbit(out[0])
+    out, _ = linear_scan(a, np.zeros(4, np.float32), 0.0, segments=segments)
+    assert np.isnan(out).all()
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_linear_what_is_not_finite_stays_in_its_row_and_behind_it(segments, poison):
+    a, b = gates_and_inputs((40, 3))
+    a = np.abs(a) + np.float32(0.1)
+    clean, _ = linear_scan(a, b, axis=0, segments=segments)
+    for array in (a, b):
+        before = array[17, 1]
+        array[17, 1] = poison
+        out, last = linear_scan(a, b, axis=0, segments=segments)
+        array[17, 1] = before
+        np.testing.assert_array_equal(out[:, [0, 2]], clean[:, [0, 2]])
+        np.testing.assert_array_equal(out[:17], clean[:17])
+        np.testing.assert_array_equal(np.isnan(out[17:, 1]), np.isnan(poison))
+        assert not np.isfinite(out[17:, 1]).any()
+        assert not np.isfinite(last[1])
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+def test_linear_gates_that_underflow(segments):
+    # A ratio of cumulative products would be 0 / 0 here.
+    a = np.tile(np.array([1e-30, 1.0], np.float32), 60)
+    b = rng().normal(size=120).astype(np.float32)
+    check_linear(a, b, 1e30, segments=segments)
+
+
+# linear_scan: laws
+
+rows = st.integers(0, 60).flatmap(
+    lambda n: st.tuples(
+        *[st.lists(st.sampled_from(v), min_size=n, max_size=n) for v in ([-1, 0, 1], range(-8, 9))]
+    )
+)
+exact = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def scan_exact(a, b, h0=None, **options):
+    return linear_scan(np.array(a, np.float32), np.array(b, np.float32), h0, **options)
+
+
+@exact
+@given(rows, st.integers(0, 60), st.integers(1, 9), st.booleans())
+def test_law_a_scan_may_be_cut_anywhere(row, cut, segments, with_h0):
+    a, b = row
+    h0 = 3.0 if with_h0 else None
+    whole, last = scan_exact(a, b, h0, segments=segments)
+    first, middle = scan_exact(a[:cut], b[:cut], h0)
+    entering = middle if cut > 0 or with_h0 else None
+    second, end = scan_exact(a[cut:], b[cut:], entering)
+    np.testing.assert_array_equal(np.concatenate([first, second]), whole)
+    assert (end if cut < len(b) or entering is not None else middle) == last
+
+
+@exact
+@given(rows, st.integers(1, 9))
+def test_law_reverse_is_flip_scan_flip(row, segments):
+    a, b = row
+    backward, first = scan_exact(a, b, 2.0, reverse=True, segments=segments)
+    forward, last = scan_exact(a[::-1], b[::-1], 2.0)
+    np.testing.assert_array_equal(backward, forward[::-1])
+    assert first == last
+
+
+@exact
+@given(rows, st.integers(1, 9), st.integers(0, 9))
+def test_law_the_identity_changes_nothing(row, segments, padding):
+    a, b = row
+    out, last = scan_exact(a, b, 2.0, segments=segments)
+    padded, still = scan_exact(a + [1] * padding, b + [0] * padding, 2.0, segments=segments)
+    np.testing.assert_array_equal(padded[: len(b)], out)
+    np.testing.assert_array_equal(padded[len(b) :], np.full(padding, last))
+    assert still == last
+
+
+# selective_scan
+
+
+def layer(batch=2, length=10, channels=6, state=3, *, B=1, C=1, dtype=np.float32, parameter=None, seed=0):
+    """B and C are their number of groups, or None where constant in time."""
+    r = rng(seed)
+    parameter = np.dtype(parameter or dtype)
+
+    def draw(*shape):
+        x = r.normal(size=shape)
+        return (x + 1j * r.normal(size=shape) if parameter.kind == "c" else x).astype(parameter)
+
+    def matrix(groups):
+        return draw(channels, state) if groups is None else draw(batch, length, groups, state)
+
+    A = -np.exp(r.normal(size=(channels, state)))
+    real = np.float32 if parameter.kind == "c" else parameter
+    return {
+        "u": r.normal(size=(batch, length, channels)).astype(dtype),
+        "delta": (r.normal(size=(batch, length, channels)) - 1).astype(dtype),
+        "A": (A + 3j * r.normal(size=A.shape) if parameter.kind == "c" else A).astype(parameter),
+        "B": matrix(B),
+        "C": matrix(C),
+        "D": r.normal(size=channels).astype(real),
+        "z": 3 * r.normal(size=(batch, length, channels)).astype(dtype),
+        "delta_bias": r.normal(size=channels).astype(real),
+    }
+
+
+def selective_scan(
+    u, delta, A, B, C, D=None, z=None, delta_bias=None, *, h0=None, out=None, segments=1, reverse=False,
+    delta_softplus=True, delta_limit=None
+):  # fmt: skip
+    accumulate = np.dtype(np.complex64 if A.dtype.kind == "c" else ACCUMULATE[u.dtype.type])
+    out = np.empty(u.shape, u.dtype) if out is None else out
+    last = reference.selective_scan(
+        u, delta, A, B, C, D, z, delta_bias, None if h0 is None else h0.astype(accumulate), out,
+        delta_softplus=delta_softplus, delta_limit=delta_limit, reverse=reverse, accumulate=accumulate,
+        segments=segments,
+    )  # fmt: skip
+    assert last.dtype == accumulate
+    return out, last
+
+
+def check_selective(inputs, *, segments=(1, 3), delta_softplus=True, **options):
+    expected = oracle.selective_scan(
+        **inputs, **options, delta_softplus=delta_softplus, eps=roundoff(inputs["u"].dtype.type)
+    )
+    for n in segments:
+        out, last = selective_scan(**inputs, **options, segments=n, delta_softplus=delta_softplus)
+        oracle.assert_scan_close(out, expected.value, expected.bound)
+        oracle.assert_scan_close(last, expected.last, expected.last_bound)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("with_h0", [False, True])
+def test_selective_every_length(reverse, with_h0):
+    for length in LENGTHS:
+        inputs = layer(1, length, 2, 2, seed=length)
+        h0 = rng().normal(size=(1, 2, 2)).astype(np.float32) if with_h0 else None
+        check_selective(inputs, segments=SEGMENTS, reverse=reverse, h0=h0)
+
+
+OPTIONS = ["D", "z", "delta_bias"]
+
+
+@pytest.mark.parametrize("present", range(8))
+@pytest.mark.parametrize("delta_softplus", [False, True])
+@pytest.mark.parametrize("delta_limit", [None, (0.05, 0.5), (0.0, np.inf)])
+def test_selective_options(present, delta_softplus, delta_limit):
+    inputs = layer()
+    inputs |= {name: None for i, name in enumerate(OPTIONS) if not present >> i & 1}
+    if not delta_softplus:
+        inputs["delta"] = np.abs(inputs["delta"])
+    check_selective(inputs, delta_softplus=delta_softplus, delta_limit=delta_limit)
+
+
+@pytest.mark.parametrize("B", [None, 1, 2, 3, 6])
+@pytest.mark.parametrize("C", [None, 1, 2, 6])
+@pytest.mark.parametrize("parameter", [np.float32, np.complex64])
+def test_selective_groups_and_constants(B, C, parameter):
+    check_selective(layer(1, B=B, C=C, parameter=parameter), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "parameter"),
+    [(t, p) for t in (np.float16, BF16) for p in (t, np.float32)]
+    + [(np.float64, np.float64), (BF16, np.complex64)],
+)
+def test_selective_types(dtype, parameter):
+    inputs = layer(dtype=dtype, parameter=parameter, length=20)
+    check_selective(inputs, h0=rng().normal(size=(2, 6, 3)), delta_limit=(1e-3, 1.0))
+
+
+def test_selective_out_type():
+    inputs = layer(dtype=np.float16)
+    inputs["u"][:] = 60_000
+    wide, _ = selective_scan(**inputs, out=np.empty((2, 10, 6), np.float32))
+    narrow, _ = selective_scan(**inputs)
+    assert np.abs(wide).max() > 66_000
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(narrow, wide.astype(np.float16))
+
+
+@pytest.mark.parametrize("center", [-80.0, -16.0, 0.0, 16.0, 80.0])
+def test_selective_softplus_and_gate_over_their_range(center):
+    inputs = layer(length=20, seed=1)
+    inputs["delta_bias"] = np.full(6, center, np.float32)
+    inputs["z"] += np.float32(center)
+    inputs["A"] *= np.float32(1e-3 if center > 0 else 1)
+    check_selective(inputs)
+
+
+@pytest.mark.parametrize("state", [0, 1, 17])
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_selective_sizes(state, channels, batch):
+    check_selective(layer(batch, 9, channels, state), reverse=True)
+
+
+def test_selective_views_are_read_and_written_in_place():
+    inputs = layer()
+    spread = {
+        k: np.repeat(np.repeat(v, 2, axis=-1), 3, axis=0)[::3, ..., ::2]
+        for k, v in inputs.items()
+        if v.ndim > 1
+    }
+    for k in ("u", "delta", "z"):
+        spread[k] = np.ascontiguousarray(spread[k].swapaxes(1, 2)).swapaxes(1, 2)
+    expected, last = selective_scan(**inputs)
+    for x in spread.values():
+        x.flags.writeable = False
+    out = np.full((2, 6, 21), 7, np.float32)
+    _, again = selective_scan(**{**inputs, **spread}, out=out[:, :, ::-2][:, :, :10].swapaxes(1, 2))
+    np.testing.assert_array_equal(out[:, :, 2::2][:, :, ::-1].swapaxes(1, 2), expected)
+    np.testing.assert_array_equal(out[:, :, :2], 7)
+    np.testing.assert_array_equal(out[:, :, 1::2], 7)
+    np.testing.assert_array_equal(again, last)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_selective_segments_agree_bit_for_bit_on_exact_inputs(reverse):
+    # Gates are exp(0) = 1 and exp(-1e4) = 0.
+    r = rng()
+    shape = (2, 130, 4)
+    u, delta = r.integers(-4, 5, shape).astype(np.float32), r.integers(0, 2, shape).astype(np.float32)
+    A = r.choice(np.array([0, -1e4], np.float32), (4, 3))
+    B, C = (r.integers(-3, 4, (2, 130, 2, 3)).astype(np.float32) for _ in range(2))
+    h0 = r.integers(-3, 4, (2, 4, 3)).astype(np.float32)
+    options = {"h0": h0, "reverse": reverse, "delta_softplus": False}
+    plain, last = selective_scan(u, delta, A, B, C, **options)
+    np.testing.assert_array_equal(plain, oracle.selective_scan(u, delta, A, B, C, **options).value)
+    for segments in SEGMENTS:
+        out, again = selective_scan(u, delta, A, B, C, **options, segments=segments)
+        np.testing.assert_array_equal(out, plain)
+        np.testing.assert_array_equal(again, last)
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_selective_continues_from_any_step(segments):
+    inputs = layer(length=12)
+    whole, last = selective_scan(**inputs)
+    in_time = ("u", "delta", "z", "B", "C")
+    for cut in range(13):
+        first, second = (
+            {k: v[:, part] if k in in_time else v for k, v in inputs.items()}
+            for part in (slice(cut), slice(cut, None))
+        )
+        y1, middle = selective_scan(**first, segments=segments)
+        y2, end = selective_scan(**second, h0=middle, segments=segments)
+        np.testing.assert_allclose(np.concatenate([y1, y2], axis=1), whole, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(end, last, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+@pytest.mark.parametrize("name", ["u", "delta"])
+def test_selective_nan_stays_in_its_row_and_behind_it(segments, name):
+    inputs = layer()
+    clean, _ = selective_scan(**inputs, delta_limit=(0.0, 0.5), segments=segments)
+    inputs[name][1, 4, 2] = np.nan
+    out, last = selective_scan(**inputs, delta_limit=(0.0, 0.5), segments=segments)
+    poisoned = np.zeros(out.shape, bool)
+    poisoned[1, 4:, 2] = True
+    np.testing.assert_array_equal(np.isnan(out), poisoned)
+    np.testing.assert_array_equal(out[~poisoned], clean[~poisoned])
+    assert np.isnan(last[1, 2]).all()
+    assert np.isfinite(np.delete(last[1], 2, axis=0)).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 4, 3), (2, 0, 4, 3), (2, 5, 0, 3), (2, 5, 4, 0)])
+def test_selective_empty(shape):
+    inputs = layer(*shape)
+    h0 = np.ones((shape[0], shape[2], shape[3]))
+    out, last = selective_scan(**inputs, h0=h0)
+    if shape[1] == 0:
+        np.testing.assert_array_equal(last, h0)
+        np.testing.assert_array_equal(selective_scan(**inputs)[1], np.zeros_like(h0))
+    # Without a state, D u silu(z) is left.
+    np.testing.assert_allclose(
+        out, inputs["D"] * inputs["u"] * inputs["z"] / (1 + np.exp(-inputs["z"])), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "channels", "state", "segments"),
+    [(4, 2000, 32, 32, 1), (1, 2000, 32, 32, 20), (64, 80, 256, 8, 1)],
+)
+def test_selective_peak_memory(batch, length, channels, state, segments):
+    inputs = layer(batch, length, channels, state)
+    out = np.empty_like(inputs["u"])
+    tracemalloc.start()
+    selective_scan(**inputs, out=out, segments=segments)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # Six arrays of one step of every segment, eight staged tiles, 256 KiB of Python and iterator buffers.
+    step = 4 * batch * channels * state * segments
+    tile = 4 * max(reference.TILE_ELEMENTS, batch * channels * segments)
+    assert peak < 6 * step + 8 * tile + (1 << 18)
+    assert peak < out.nbytes * state / 3
+
+
+@pytest.mark.parametrize("tile", [1, 5])
+def test_tiles_do_not_change_bits(monkeypatch, tile):
+    inputs = layer(length=70)
+    a, b = gates_and_inputs((3, 70))
+    for segments in SEGMENTS:
+        expected = selective_scan(**inputs, segments=segments)[0], linear_scan(a, b, segments=segments)[0]
+        monkeypatch.setattr(reference, "TILE_STEPS", tile)
+        actual = selective_scan(**inputs, segments=segments)[0], linear_scan(a, b, segments=segments)[0]
+        monkeypatch.undo()
+        for x, y in zip(actual, expected, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_rows_do_not_depend_on_each_other():
+    inputs = layer(3, 50, 5, 4)
+    for segments in (1, 4):
+        whole, _ = selective_scan(**inputs, segments=segments)
+        one = {k: v[1:2] if v.ndim > 2 else v for k, v in inputs.items()}
+        np.testing.assert_array_equal(selective_scan(**one, segments=segments)[0], whole[1:2])
