@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return not _selftest.run(print)
     from cuscan import _compile
 
-    print(_compile.report())
+    _compile.report(lambda line: print(line, flush=True))
     return 0
 
 
