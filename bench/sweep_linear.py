@@ -9,7 +9,6 @@ from pathlib import Path
 
 import cupy
 
-import cuscan
 from cuscan import _plan
 from cuscan._plan import Lanes, Schedule
 
@@ -21,7 +20,7 @@ def main() -> None:
     rows = []
     for load in LINEAR:
         inputs = load.inputs(cupy)
-        call = load.call(cuscan, inputs)
+        call = load.call(inputs)
         length = load.shape[load.axis]
         count = inputs["b"].size // length
         for lanes in Lanes:

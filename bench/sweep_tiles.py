@@ -9,7 +9,6 @@ from pathlib import Path
 
 import cupy
 
-import cuscan
 from cuscan import _plan
 from cuscan._plan import Schedule, SelectiveKind, states_a_thread
 
@@ -21,7 +20,7 @@ def main() -> None:
     rows = []
     for load in SELECTIVE:
         inputs = load.inputs(cupy)
-        call = load.call(cuscan, inputs)
+        call = load.call(inputs)
         states = states_a_thread("float32", both_vary=True, state=load.state)
         kind = SelectiveKind(
             load.dtype, complex=False, time_fast=load.layout == "bdl", time_B=True, time_C=True, states=states

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+import cuscan
+
 from .limits import Limits
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -51,8 +53,24 @@ class Selective:
             made["h0"] = random.standard_normal((self.batch, self.channels, self.state), dtype=cupy.float32)
         return made
 
-    def call(self, cuscan: Any, inputs: dict[str, Any]) -> Callable[[], Any]:
+    def call(self, inputs: dict[str, Any]) -> Callable[[], Any]:
         return lambda: cuscan.selective_scan(**inputs)
+
+    def row(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("layout", "batch", "length", "channels", "state", "z", "h0")}
+
+    def check(self, inputs: dict[str, Any], result: Any) -> None:
+        """The first batch, a few channels, against float64: the bound is for any order of rounding."""
+        few = slice(0, 2)
+        channels = (slice(0, 1), slice(None), few) if self.layout == "bld" else (slice(0, 1), few, slice(None))
+        cut = {name: inputs[name][channels] for name in ("u", "delta", "z") if inputs[name] is not None}
+        cut |= {name: inputs[name][few] for name in ("A", "D", "delta_bias")}
+        cut |= {name: inputs[name][:1] for name in ("B", "C")}
+        if self.h0:
+            cut["h0"] = inputs["h0"][:1, few]
+        wide = {name: x.get().astype(np.float64) for name, x in cut.items()}
+        expected = cuscan.selective_scan(**wide, delta_softplus=True, layout=self.layout)
+        _assert_close(result[channels].get(), expected, self.dtype)
 
     @property
     def useful_bytes(self) -> int:
@@ -82,8 +100,17 @@ class Linear:
         b = _cast(random.standard_normal(self.shape, dtype=cupy.float32), dtype)
         return {"a": a, "b": b, "axis": self.axis}
 
-    def call(self, cuscan: Any, inputs: dict[str, Any]) -> Callable[[], Any]:
+    def call(self, inputs: dict[str, Any]) -> Callable[[], Any]:
         return lambda: cuscan.linear_scan(**inputs)
+
+    def row(self) -> dict[str, Any]:
+        return {"shape": list(self.shape), "axis": self.axis}
+
+    def check(self, inputs: dict[str, Any], result: Any) -> None:
+        """A few rows, up to 2**22 steps, against float64."""
+        rows = tuple(slice(0, 1 << 22) if d == self.axis else slice(0, 2) for d in range(len(self.shape)))
+        wide = [inputs[name][rows].get().astype(np.float64) for name in ("a", "b")]
+        _assert_close(result[rows].get(), cuscan.linear_scan(*wide, axis=self.axis), self.dtype)
 
     @property
     def useful_bytes(self) -> int:
@@ -92,6 +119,14 @@ class Linear:
     def least(self, limits: Limits) -> tuple[float, str]:
         """Seconds, and what binds."""
         return self.useful_bytes / limits.copy, "bytes"
+
+
+def _assert_close(actual: Any, expected: Any, dtype: str) -> None:
+    """Within the rounding of the result's type, at the largest value: a wrong order or a lost step is far beyond."""
+    scale = np.abs(expected).max()
+    error = np.abs(actual.astype(np.float64) - expected).max()
+    if not error <= (1e-4 + (2**-8 if dtype == "bfloat16" else 0)) * scale:
+        raise AssertionError(f"largest error {error:.3g} at a scale of {scale:.3g}")
 
 
 def _dtype(name: str) -> Any:

@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -24,6 +25,16 @@ Array = Any  # a NumPy or CuPy array; the two share every attribute used here
 ITEM_CODE = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3, "complex64": 4, "complex128": 5}
 REAL = ("float16", "bfloat16", "float32", "float64")
 COMPLEX = ("complex64", "complex128")
+
+
+def item_name(x: Array) -> str:
+    """Name of an array's dtype."""
+    return _name_of(x.dtype)
+
+
+@cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return str(dtype.name)  # NumPy makes the name anew each time, which takes microseconds
 
 
 def accumulation(item: str) -> str:
@@ -184,7 +195,7 @@ def _cupy(why: str) -> Any:
 
 def check_item(name: str, x: Array, allowed: Sequence[str]) -> str:
     """Name of x's dtype, which must be one of `allowed`."""
-    item = str(x.dtype.name)
+    item = item_name(x)
     if item not in allowed:
         raise TypeError(f"{name} must be {_either(allowed)}, got {item}")
     return item
@@ -193,9 +204,9 @@ def check_item(name: str, x: Array, allowed: Sequence[str]) -> str:
 def check_same_item(first: tuple[str, Array], second: tuple[str, Array], allowed: Sequence[str] = ()) -> None:
     """The second's dtype must be the first's, or one of `allowed`."""
     (name, x), (other, y) = first, second
-    if y.dtype.name not in (x.dtype.name, *allowed):
-        expected = _either([f"{name}'s {x.dtype.name}", *(a for a in allowed if a != x.dtype.name)])
-        raise TypeError(f"{other} must be {expected}, got {y.dtype.name}")
+    if item_name(y) not in (item_name(x), *allowed):
+        expected = _either([f"{name}'s {item_name(x)}", *(a for a in allowed if a != item_name(x))])
+        raise TypeError(f"{other} must be {expected}, got {item_name(y)}")
 
 
 def check_shape(name: str, x: Array, expected: tuple[int, ...], axes: str, hint: str = "") -> None:
@@ -224,13 +235,13 @@ def output_item(item: str, out_dtype: Any, out: Array | None) -> np.dtype[Any]:
     if out_dtype is None:
         if out is not None:
             check_item("out", out, allowed)
-            return _dtype(out.dtype.name)
+            return _dtype(item_name(out))
         return _dtype(item)
     name = out_dtype if isinstance(out_dtype, str) else np.dtype(out_dtype).name
     if name not in allowed:
         raise TypeError(f"out_dtype must be {_either(allowed)} for inputs of {item}, got {name}")
-    if out is not None and out.dtype.name != name:
-        raise TypeError(f"out must have out_dtype's {name}, got {out.dtype.name}")
+    if out is not None and item_name(out) != name:
+        raise TypeError(f"out must have out_dtype's {name}, got {item_name(out)}")
     return _dtype(name)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ._arrays import ITEM_CODE, Array, Place, accumulation
+from ._arrays import ITEM_CODE, Array, Place, accumulation, item_name
 from ._plan import Lanes, LinearPlan, SelectiveKind, SelectivePlan, plan_linear_summaries, selective_tiles
 from ._source import (
     LINEAR_ARRAY,
@@ -109,7 +109,7 @@ def linear(place: Place, plan: LinearPlan, call: LinearCall) -> None:
     gate, entering = (place.pointer(x) for x in summaries)
     _linear_launch(place, plan, call, summarise=True, source_item=call.item, summaries=(gate, entering))
 
-    # The summaries are a linear_scan of their own, in place: the states that leave the chunks. Their lanes are the same.
+    # The summaries are a linear_scan of their own, in place: the states that leave the chunks.
     row, chunk = summary_strides(plan, call.rows)
     strides = tuple(prod(call.sizes[d + 1 :]) * row * state.itemsize for d in range(len(call.sizes)))
     along = Rows(entering, chunk * state.itemsize, strides, state.name)
@@ -141,8 +141,9 @@ def _linear_launch(
         single = np.float32(value.real), np.float32(value.imag)
     arrays = (gate, call.input, call.initial or _NOWHERE, call.output, call.last or _NOWHERE)
     packed = b"".join(x.packed(order.chunk, call.item) for x in arrays) + struct.pack(
-        LINEAR_TAIL, *summaries, value.real, value.imag, *single, call.length, call.rows, *_pad(call.sizes), order.chunk,
-        plan.chunks, *summary_strides(plan, call.rows), len(call.sizes), ITEM_CODE[call.output.item], order.row_warps
+        LINEAR_TAIL, *summaries, value.real, value.imag, *single, call.length, call.rows, *_pad(call.sizes),
+        order.chunk, plan.chunks, *summary_strides(plan, call.rows), len(call.sizes), ITEM_CODE[call.output.item],
+        order.row_warps,
     )  # fmt: skip
     teams = call.rows if order.lanes is Lanes.TIME else _ceil_div(call.rows, 32)
     blocks = _ceil_div(teams * plan.chunks, plan.fit.warps // order.row_warps)
@@ -208,9 +209,9 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
 
     sequences = [
         sequence(call.u, item),
-        sequence(call.delta, call.delta.dtype.name),
+        sequence(call.delta, item_name(call.delta)),
         sequence(call.z, item),
-        sequence(call.output, call.output.dtype.name),
+        sequence(call.output, item_name(call.output)),
         (*sequence(scratch, real.name)[:5], 0),
     ]
     couples = [
@@ -238,7 +239,7 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
     def launch(*, summarise: bool, first_state: int, slices: int, adds: bool, leaves: bool) -> None:
         packed = head + struct.pack(
             SELECTIVE_TAIL, first_state, slices, plan.order.chunk, plan.chunks, *limits, *single,
-            *(ITEM_CODE[x.dtype.name] if x is not None else 0 for x in (call.A, call.D, call.delta_bias, call.output)),
+            *(ITEM_CODE[item_name(x)] if x is not None else 0 for x in (call.A, call.D, call.delta_bias, call.output)),
             adds, leaves, call.softplus, call.limits is not None, plain,
         )  # fmt: skip
         shape = selective_tiles(kind)[0] if summarise else tile
@@ -305,7 +306,7 @@ def _couple(
     place: Place, x: Array, varies: bool, time_step: int, plan: SelectivePlan, kind: SelectiveKind
 ) -> tuple[int, ...]:
     wide = x.dtype.itemsize == 4
-    code = ITEM_CODE[x.dtype.name]
+    code = ITEM_CODE[item_name(x)]
     if not varies:
         channel, state = x.strides
         return place.pointer(x), 0, 0, 0, channel, state, wide, 0, code
@@ -317,4 +318,4 @@ def _couple(
         vector = _is_vector(start, time, (batch, group, state), size, length % 2 == 0 and plan.order.chunk % 2 == 0)
     else:
         vector = state > 0 and _is_vector(start, state, (batch, group, time), size, x.shape[3] % 2 == 0)
-    return start, batch, time, group, 0, state, wide, vector and (kind.complex or x.dtype.name == kind.item), code
+    return start, batch, time, group, 0, state, wide, vector and (kind.complex or item_name(x) == kind.item), code

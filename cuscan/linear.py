@@ -115,7 +115,9 @@ def linear_scan(
         scalar_h0 = _real("h0", scalar_h0, item)
     if h0 is not None:
         if h0.dtype != state_item:
-            raise TypeError(f"h0 must be {state_item.name}, the accumulation type of {item}, got {h0.dtype.name}")
+            raise TypeError(
+                f"h0 must be {state_item.name}, the accumulation type of {item}, got {_arrays.item_name(h0)}"
+            )
         _arrays.check_shape("h0", h0, rest, "b's shape without axis")
     out_item = _arrays.output_item(item, out_dtype, out)
     if out is not None:
@@ -162,7 +164,7 @@ def _check_axis(axis: int | None, b: Array) -> int:
 
 
 def _run_numpy(a: Any, b: Array, h0: Array | None, out: Array, axis: int, reverse: bool) -> Array:
-    state_item = np.dtype(_arrays.accumulation(b.dtype.name))
+    state_item = np.dtype(_arrays.accumulation(_arrays.item_name(b)))
     if isinstance(a, complex):
         a = np.broadcast_to(np.array(a if state_item.kind == "c" else a.real, state_item), b.shape)
     length = b.shape[axis]
@@ -198,13 +200,13 @@ def _run(
         out[...] = target
         return
 
-    item, length = b.dtype.name, b.shape[axis]
+    item, length = _arrays.item_name(b), b.shape[axis]
 
     def rows(name: str, x: Array, time: int) -> _launch.Rows:
         start = place.pointer(x)
         if reverse and time:
             start, time = start + (length - 1) * time, -time
-        return _launch.Rows(start, time, strides[name], x.dtype.name)
+        return _launch.Rows(start, time, strides[name], _arrays.item_name(x))
 
     views = {name: rows(name, x, x.strides[axis]) for name, x in arrays.items()}
     views.update({name: rows(name, x, 0) for name, x in without_time.items() if x is not None})

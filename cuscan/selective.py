@@ -194,12 +194,11 @@ def _run(
         if last is not None:
             last[...] = 0 if x["h0"] is None else x["h0"]
         if y.size:
-            wide = x["u"].astype("float64")
-            value = wide * 0 if x["D"] is None else wide * x["D"].astype("float64")
+            value = 0.0 if x["D"] is None else x["u"].astype("float64") * x["D"].astype("float64")
             if x["z"] is not None:
                 gate = x["z"].astype("float64")
                 value = value * gate / (1 + np.exp(-gate))
-            y[...] = value.astype(y.dtype)
+            y[...] = value
         return
     kind = _oriented(kind, x["u"])
     plan = _plan.plan_selective(_plan.SelectiveProblem(kind, *sizes), place.limits)
@@ -227,7 +226,7 @@ def _check_types(arrays: dict[str, Array]) -> SelectiveKind:
     """The dtype rules of the docstring."""
     u = arrays["u"]
     item = _arrays.check_item("u", u, _arrays.REAL)
-    is_complex = arrays["A"].dtype.name == "complex64"
+    is_complex = _arrays.item_name(arrays["A"]) == "complex64"
     if is_complex and item == "float64":
         raise TypeError("A is complex64 and u is float64: complex states take u of float32, bfloat16 or float16")
     wide = ("float32",) if item != "float64" else ()
@@ -246,8 +245,8 @@ def _check_types(arrays: dict[str, Array]) -> SelectiveKind:
     state_item = "complex64" if is_complex else _arrays.accumulation(item)
     states = states_a_thread(state_item, all(vary), arrays["A"].shape[-1])
     kind = SelectiveKind(item, is_complex, time_fast=False, time_B=vary[0], time_C=vary[1], states=states)
-    if arrays["h0"] is not None and arrays["h0"].dtype.name != kind.state:
-        raise TypeError(f"h0 must be {kind.state}, the accumulation type here, got {arrays['h0'].dtype.name}")
+    if arrays["h0"] is not None and _arrays.item_name(arrays["h0"]) != kind.state:
+        raise TypeError(f"h0 must be {kind.state}, the accumulation type here, got {_arrays.item_name(arrays['h0'])}")
     return kind
 
 
