@@ -132,8 +132,10 @@ struct Steps {
   static constexpr int kSteps = 32 / sizeof(typename Accumulated<T>::type);
   T gate[kSteps], input[kSteps];
 
-  __device__ __forceinline__ void start(const LinearArgs& args, const char* gate_at, const char* input_at, int steps) {
-    if (steps >= kSteps) {
+  // Starts loading the first `steps` steps; `real`: is there a row for every lane, and for this one?
+  __device__ __forceinline__ void start(const LinearArgs& args, const char* gate_at, const char* input_at, int steps,
+                                        bool all_real, bool real) {
+    if (all_real && steps == kSteps) {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         if (args.gate.start) gate[s] = load_item<T>(gate_at + s * args.gate.time);
@@ -142,8 +144,8 @@ struct Steps {
     } else {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
-        if (s < steps && args.gate.start) gate[s] = load_item<T>(gate_at + s * args.gate.time);
-        if (s < steps) input[s] = load_item<T>(input_at + s * args.input.time);
+        if (real && s < steps && args.gate.start) gate[s] = load_item<T>(gate_at + s * args.gate.time);
+        if (real && s < steps) input[s] = load_item<T>(input_at + s * args.input.time);
       }
     }
   }
@@ -165,7 +167,8 @@ __device__ __forceinline__ void linear_rows(const LinearArgs& args) {
     const long long item = first + slot < items ? first + slot : 0;
     long long row_tile;
     const long long chunk = divide(item, row_tiles, row_tile);
-    // A lane beyond the last row has no steps.
+    // A lane beyond the last row loads and stores nothing.
+    const bool all_real = first + slot < items && row_tile * 32 + 32 <= args.rows;
     const bool real = first + slot < items && row_tile * 32 + lane < args.rows;
     const long long row = real ? row_tile * 32 + lane : 0;
     const long long begin = chunk * args.chunk;
@@ -175,13 +178,13 @@ __device__ __forceinline__ void linear_rows(const LinearArgs& args) {
     if (!kSummarise && real) carry.state = entering_state<S>(args, at, row, chunk);
 
     auto steps_at = [&](long long base) {
-      if (!real) return 0;
       const long long left = end - base - (long long)warp_in_row * kSteps;
       return left < 0 ? 0 : left < kSteps ? (int)left : kSteps;
     };
     auto start = [&](Steps<T>& steps, long long base) {
       const long long position = base + (long long)warp_in_row * kSteps;
-      steps.start(args, at.gate + position * args.gate.time, at.input + position * args.input.time, steps_at(base));
+      steps.start(args, at.gate + position * args.gate.time, at.input + position * args.input.time, steps_at(base),
+                  all_real, real);
     };
     auto first_step = [&](const Steps<T>& raw, long long base, bool exists) {
       Affine<S> step = make_step<T, S>(args, raw.gate[0], raw.input[0], exists);
@@ -214,14 +217,13 @@ __device__ __forceinline__ void linear_rows(const LinearArgs& args) {
             entering);
       if (args.row_warps == 1) carry.state = entering;
       // The identity steps of a tail leave the state as it is, so this is h[length - 1] to the bit.
-      if (steps > 0 && end == args.length && base + (long long)(warp_in_row + 1) * kSteps >= end && real &&
-          args.last.start)
+      if (args.last.start && real && steps > 0 && end == args.length &&
+          base + (long long)(warp_in_row + 1) * kSteps >= end)
         *reinterpret_cast<S*>(at.last) = entering;
       char* to = at.output + (base + (long long)warp_in_row * kSteps) * args.output.time;
-      if (args.output_code == kItemCode<T> && steps == kSteps) {
+      if (args.output_code == kItemCode<T> && all_real && steps == kSteps) {
 #pragma unroll
-        for (int s = 0; s < kSteps; ++s)
-          if (real) narrow(states[s], *reinterpret_cast<T*>(to + s * args.output.time));
+        for (int s = 0; s < kSteps; ++s) narrow(states[s], *reinterpret_cast<T*>(to + s * args.output.time));
       } else {
 #pragma unroll
         for (int s = 0; s < kSteps; ++s)

@@ -340,8 +340,21 @@ def is_aligned(x: Array) -> bool:
 def copy_of(place: Place, x: Array) -> Array:
     """A C-contiguous copy."""
     copy = place.allocate(tuple(x.shape), x.dtype)
-    copy[...] = x
+    assign(copy, x)
     return copy
+
+
+def assign(to: Array, value: Array) -> None:
+    """Copy items, at whatever addresses they are; CuPy's own copies fault on odd ones."""
+    if isinstance(to, np.ndarray):
+        to[...] = value
+    else:
+        _bytes(to)[...] = _bytes(value)
+
+
+def _bytes(x: Array) -> Array:
+    """A CuPy array's bytes, along a last axis."""
+    return type(x)((*x.shape, x.dtype.itemsize), np.uint8, x.data, (*x.strides, 1))
 
 
 # --- layouts -----------------------------------------------------------------------------------------------------

@@ -55,6 +55,11 @@ THRESHOLDS: dict[str, tuple[int, str]] = {
         5,
         _H200 + "(1, 131072, 512) axis 1: 2145 GB/s split; a split moves 20 bytes for 12",
     ),
+    "linear: warps a multiprocessor from which blocks are large": (
+        32,
+        _H200
+        + "(8, 4096, 1536) axis 1, 12 warps each: 3.0 TB/s in 192 blocks of 8 warps, which 132 do not share evenly",
+    ),
     "linear: steps a chunk at least": (
         4096,
         _H200 + "(1000000, 2) axis 0: 46 us in chunks of 4096, of which three launches are most",
@@ -206,7 +211,9 @@ def plan_linear(problem: LinearProblem, limits: DeviceLimits) -> LinearPlan:
         reason = f"split: {rows} rows would leave the chip idle, so time is cut into {chunks} chunks, {shape}"
     else:
         reason = f"{schedule.value}: lanes over {lanes.value}, {shape}"
-    warps = BLOCK_WARPS if teams * chunks * row_warps >= full else row_warps
+    # Small blocks spread evenly; many large ones cost fewer launches of blocks.
+    many = limits.multiprocessors * _threshold("linear: warps a multiprocessor from which blocks are large")
+    warps = BLOCK_WARPS if teams * chunks * row_warps >= many else row_warps
     order = LinearOrder(schedule, lanes, chunk, row_warps)
     return LinearPlan(order, LinearFit(force.get("warps", warps)), chunks, reason)
 
@@ -396,7 +403,7 @@ def plan_selective(problem: SelectiveProblem, limits: DeviceLimits) -> Selective
     chunk, chunks = problem.length, 1
     if schedule is Schedule.SPLIT:
         aim = limits.multiprocessors * _threshold("selective: blocks a multiprocessor that a split aims at")
-        wanted = max(1, min(_ceil_div(aim, blocks), problem.length // least))
+        wanted = max(1, min(aim // blocks, problem.length // least))  # a whole wave, and no more
         chunk = force.get("chunk", _round_up(_ceil_div(problem.length, wanted), CHUNK_STEPS))
         chunks = _ceil_div(problem.length, chunk)
         reason = (

@@ -138,7 +138,7 @@ def linear_scan(
             target = result if _arrays.is_aligned(result) else place.allocate(shape, out_item)
             _run(place, gate if a_array is None else a_array, b, h0, target, last, axis, reverse)
             if target is not result:
-                result[...] = target
+                _arrays.assign(result, target)
         elif last is not None:
             last[...] = 0 if h0 is None else h0
     return (result, last) if return_last_state else result
@@ -197,7 +197,7 @@ def _run(
         place.keep(*(x for x in copies if x is not None))
         target = place.allocate(b.shape, out.dtype)
         _run(place, a if copies[0] is None else copies[0], copies[1], copies[2], target, last, axis, reverse)
-        out[...] = target
+        _arrays.assign(out, target)
         return
 
     item, length = _arrays.item_name(b), b.shape[axis]

@@ -151,7 +151,7 @@ def selective_scan(
         last = place.allocate((sizes.batch, sizes.channels, sizes.state), kind.state) if return_last_state else None
         _run(place, _views(arrays, layout), _time_second(target, layout), last, kind, sizes, options)
         if out is not None and target is not out:
-            out[...] = target
+            _arrays.assign(out, target)
     y = target if out is None else out
     return (y, last) if return_last_state else y
 
