@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ._arrays import host_place
-from ._plan import DeviceLimits, Lanes, Schedule, forced, selective_tiles
-from ._source import SelectiveKind, linear_name, selective_name
+from ._plan import DeviceLimits, Lanes, Schedule, SelectiveKind, forced, selective_tiles, states_a_thread
+from ._source import linear_name, selective_name
 from .linear import linear_scan
 from .selective import selective_scan
 from .testing import oracle
@@ -89,7 +89,7 @@ def _gpu() -> tuple[str, str]:
 def _numpy_families() -> Iterator[Family]:
     plans = [{"segments": segments} for segments in (1, 5)]
     yield "linear_scan in NumPy", linear_scan, plans, [(_linear_inputs(exact=e), e) for e in (True, False)]
-    inputs = [(_selective_inputs(exact=e, layout=layout), e) for e in (True, False) for layout in ("bld", "bdl")]
+    inputs = [(_selective_inputs(11, exact=e, layout=layout), e) for e in (True, False) for layout in ("bld", "bdl")]
     yield "selective_scan in NumPy", selective_scan, plans, inputs
 
 
@@ -101,12 +101,17 @@ def _families(layouts: tuple[str, ...]) -> Iterator[Family]:
         plans = [*serial, block, {**block, "schedule": Schedule.SPLIT, "chunk": 50}]
         yield _pair(linear_name(lanes, summarise=False, item=ITEM)), linear_scan, plans, inputs
     for layout in layouts:
-        kind = SelectiveKind(ITEM, complex=False, time_fast=layout == "bdl", time_B=True, time_C=True)
-        inputs = [(_selective_inputs(exact=exact, layout=layout), exact) for exact in (True, False)]
-        for tile in selective_tiles(kind.state, both_vary=True):
-            split: Arrays = {"schedule": Schedule.SPLIT, "tile": tile, "chunk": 20}
-            plans = [{"schedule": Schedule.SERIAL, "tile": tile}, split]
-            yield _pair(selective_name(kind, tile, summarise=False)), selective_scan, plans, inputs
+        for state in (11, 12, 64):  # 1, 4 and 8 a thread
+            states = states_a_thread(ITEM, both_vary=True, state=state)
+            kind = SelectiveKind(
+                ITEM, complex=False, time_fast=layout == "bdl", time_B=True, time_C=True, states=states
+            )
+            inputs = [(_selective_inputs(state, exact=exact, layout=layout), exact) for exact in (True, False)]
+            for i, tile in enumerate(selective_tiles(kind)):
+                split: Arrays = {"schedule": Schedule.SPLIT, "tile": tile, "chunk": 20}
+                plans = [{"schedule": Schedule.SERIAL, "tile": tile}, split]
+                name = selective_name(kind, tile, summarise=False)
+                yield name if i else _pair(name), selective_scan, plans, inputs  # the first tile is the summaries'
 
 
 def _pair(name: str) -> str:
@@ -138,9 +143,9 @@ def _linear_inputs(*, exact: bool) -> Arrays:
     return {"a": a.astype(ITEM), "b": b.astype(ITEM), "h0": h0.astype(ITEM), "axis": 1}
 
 
-def _selective_inputs(*, exact: bool, layout: str) -> Arrays:
+def _selective_inputs(state: int, *, exact: bool, layout: str) -> Arrays:
     r = np.random.default_rng(0)
-    batch, length, channels, state = 1, 47, 6, 11
+    batch, length, channels = 1, 47, 6
 
     def draw(*shape: int) -> Any:
         x = r.integers(-4, 5, shape) if exact else r.normal(size=shape)

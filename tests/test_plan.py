@@ -1,0 +1,250 @@
+"""Plans are pure values that cover each step once, within the limits of the device."""
+
+import dataclasses
+import inspect
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuscan import _plan
+from cuscan._plan import DeviceLimits, Lanes, LinearProblem, Schedule, SelectiveKind, SelectiveProblem, forced
+
+H200 = DeviceLimits(architecture=90, multiprocessors=132, shared_memory=227 * 1024)
+SMALL = DeviceLimits(architecture=75, multiprocessors=14, shared_memory=64 * 1024)
+SHARED_MEMORY = [99 * 1024, 163 * 1024, 227 * 1024]  # bytes a block on 8.6, 8.9 and 12.0; 8.0; 9.0
+
+sizes = st.one_of(st.integers(1, 100), st.integers(1, 2**20), st.integers(2**31 - 2, 2**40))
+devices = st.builds(DeviceLimits, st.just(90), st.integers(1, 300), st.sampled_from(SHARED_MEMORY))
+# Bytes of an item and of its accumulation type.
+linear_problems = st.builds(
+    lambda item, rows, length, fast: LinearProblem(*item, rows, length, fast),
+    st.sampled_from([(2, 4), (4, 4), (8, 8), (16, 16)]), sizes, sizes, st.booleans(),
+)  # fmt: skip
+selective_problems = st.builds(
+    lambda kind, batch, length, channels, state, groups: SelectiveProblem(
+        kind, batch, length, channels * groups, state, groups
+    ),
+    st.sampled_from(_plan.selective_kinds()),
+    sizes,
+    sizes,
+    st.integers(1, 10_000),
+    st.integers(1, 300),
+    st.integers(1, 64),
+)
+
+
+def covers_once(plan, length):
+    """Chunks of plan.order.chunk steps cut the length: the last one has a step, and reaches the end."""
+    assert plan.chunks >= 1
+    assert plan.order.chunk >= 1
+    assert (plan.chunks - 1) * plan.order.chunk < length <= plan.chunks * plan.order.chunk
+
+
+def is_a_value(make):
+    plan, again = make(), make()
+    assert plan == again
+    assert hash(plan) == hash(again)
+    assert dataclasses.asdict(plan) == dataclasses.asdict(again)
+    for part in (plan, plan.order, plan.fit):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            part.reason = ""
+    assert repr(plan.order.schedule) in repr(plan)
+    return plan
+
+
+@given(problem=linear_problems, limits=devices)
+def test_linear_plans(problem, limits):
+    plan = is_a_value(lambda: _plan.plan_linear(problem, limits))
+    order = plan.order
+    covers_once(plan, problem.length)
+    assert plan.reason.startswith(order.schedule.value + ":")
+    assert order.row_warps in (1, 2, 4, 8)
+    assert plan.fit.warps in (1, 2, 4, 8)
+    assert plan.fit.warps % order.row_warps == 0
+    assert (plan.chunks > 1) == (order.schedule is Schedule.SPLIT)
+    assert (order.schedule is Schedule.SERIAL) <= (order.lanes is Lanes.ROWS and order.row_warps == 1)
+    if plan.chunks > 1:
+        # Whole tiles, so that the packs of every chunk lie as those of the first.
+        assert order.chunk % _plan.linear_tile(problem, order.lanes, order.row_warps) == 0
+
+
+@given(chunks=sizes, lanes=st.sampled_from(Lanes))
+def test_plans_of_summaries_are_not_split_again(chunks, lanes):
+    plan = is_a_value(lambda: _plan.plan_linear_summaries(chunks, lanes))
+    covers_once(plan, chunks)
+    assert plan.chunks == 1
+    assert plan.order.lanes is lanes
+    assert plan.fit.warps % plan.order.row_warps == 0
+
+
+@given(problem=selective_problems, limits=devices)
+def test_selective_plans(problem, limits):
+    plan = is_a_value(lambda: _plan.plan_selective(problem, limits))
+    order, tile = plan.order, plan.fit.tile
+    covers_once(plan, problem.length)
+    assert plan.reason.startswith(order.schedule.value + ":")
+    assert order.states == tile.states
+    assert tile in _plan.selective_tiles(problem.kind)
+    assert tile.states == problem.kind.states
+    assert tile.shared_memory(problem.kind) <= limits.shared_memory
+    assert (plan.slices - 1) * tile.slice < problem.state <= plan.slices * tile.slice
+    assert (plan.chunks > 1) == (order.schedule is Schedule.SPLIT)
+    if plan.chunks > 1:
+        assert all(order.chunk % tile.steps == 0 for tile in _plan.selective_tiles(problem.kind))
+
+
+@pytest.mark.parametrize("kind", _plan.selective_kinds(), ids=repr)
+def test_tiles(kind):
+    tiles = _plan.selective_tiles(kind)
+    assert tiles[0].shared_memory(kind) <= min(SHARED_MEMORY), "the first one is for every chip"
+    for tile in tiles:
+        assert tile.states == kind.states
+        assert 32 <= tile.threads <= 1024
+        assert tile.channels % 32 == 0
+        assert tile.shared_memory(kind) <= max(SHARED_MEMORY)
+        # The blocks that the registers are bounded for fit a multiprocessor of an H200, 1 KiB reserved for each.
+        assert tile.blocks * (tile.shared_memory(kind) + 1024) <= 228 * 1024
+
+
+@given(state=st.integers(1, 1000), both_vary=st.booleans(), item=st.sampled_from(["float32", "float64", "complex64"]))
+def test_a_threads_states_all_exist_and_have_a_kind(state, both_vary, item):
+    states = _plan.states_a_thread(item, both_vary, state)
+    assert state % states == 0
+    assert any(
+        (kind.state, kind.time_B and kind.time_C, kind.states) == (item, both_vary, states)
+        for kind in _plan.selective_kinds()
+    )
+
+
+def test_kinds_are_all_and_each_once():
+    kinds = _plan.selective_kinds()
+    assert len(set(kinds)) == len(kinds)
+    types = {(kind.item, kind.complex, kind.time_B, kind.time_C) for kind in kinds}
+    assert len(types) == (3 * 2 + 1) * 2 * 2
+    for kind in kinds:
+        assert not kind.time_fast or _plan.has_time_fast(kind.item, kind.complex, kind.time_B and kind.time_C)
+
+
+def linear_problem(rows, length, *, time_fast):
+    return LinearProblem(4, 4, rows, length, time_fast)
+
+
+def selective_problem(batch, length, channels):
+    kind = SelectiveKind("bfloat16", complex=False, time_fast=False, time_B=True, time_C=True, states=4)
+    return SelectiveProblem(kind, batch, length, channels, state=16, groups=1)
+
+
+LINEAR = {
+    "8 x 4096 x 1536 along the middle axis": (
+        linear_problem(8 * 1536, 4096, time_fast=False),
+        Schedule.BLOCK,
+        Lanes.ROWS,
+    ),
+    "8 x 1536 x 4096 along the last axis": (linear_problem(8 * 1536, 4096, time_fast=True), Schedule.BLOCK, Lanes.TIME),
+    "a million rows of 100, side by side": (linear_problem(10**6, 100, time_fast=False), Schedule.SERIAL, Lanes.ROWS),
+    "one row of 4 million": (linear_problem(1, 1 << 22, time_fast=True), Schedule.SPLIT, Lanes.TIME),
+    "64 rows of a million, side by side": (linear_problem(64, 1 << 20, time_fast=False), Schedule.SPLIT, Lanes.ROWS),
+}
+SELECTIVE = {
+    "8 x 4096 x 1024 x 16": (selective_problem(8, 4096, 1024), Schedule.SERIAL),
+    "8 x 2048 x 2048 x 16": (selective_problem(8, 2048, 2048), Schedule.SERIAL),
+    "1 x 1048576 x 64 x 16": (selective_problem(1, 1 << 20, 64), Schedule.SPLIT),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_named_linear_problems(name):
+    problem, schedule, lanes = LINEAR[name]
+    order = _plan.plan_linear(problem, H200).order
+    assert (order.schedule, order.lanes) == (schedule, lanes)
+
+
+@pytest.mark.parametrize("name", SELECTIVE)
+def test_named_selective_problems(name):
+    problem, schedule = SELECTIVE[name]
+    assert _plan.plan_selective(problem, H200).order.schedule is schedule
+
+
+def test_each_schedule_is_chosen_for_some_shape():
+    assert {schedule for _, schedule, _ in LINEAR.values()} == set(Schedule)
+    assert {schedule for _, schedule in SELECTIVE.values()} == {Schedule.SERIAL, Schedule.SPLIT}
+
+
+def test_a_split_fills_the_chip_it_is_planned_for():
+    problem = SELECTIVE["1 x 1048576 x 64 x 16"][0]
+    large, small = (_plan.plan_selective(problem, limits).chunks for limits in (H200, SMALL))
+    assert large > small > 1
+    problem = linear_problem(8, 1 << 20, time_fast=True)
+    large, small = (_plan.plan_linear(problem, limits).chunks for limits in (H200, SMALL))
+    assert large > small > 1
+
+
+def test_thresholds_say_where_they_come_from_and_are_used():
+    text = inspect.getsource(_plan)
+    for name, (value, source) in _plan.THRESHOLDS.items():
+        assert value > 0, name
+        assert len(source) > 10, name
+        assert "to be measured" not in source, name
+        assert text.count(f'"{name}"') >= 2, f"{name} is not used"
+
+
+# forced
+
+
+def test_forced_parts_are_in_the_plan_and_gone_afterwards():
+    problem = LINEAR["one row of 4 million"][0]
+    free = _plan.plan_linear(problem, H200)
+    with forced(schedule=Schedule.SPLIT, lanes=Lanes.ROWS):
+        with forced(chunk=50, row_warps=2, warps=4):
+            plan = _plan.plan_linear(problem, H200)
+        assert _plan.plan_linear(problem, H200).order.chunk != 50
+    assert plan.order == _plan.LinearOrder(Schedule.SPLIT, Lanes.ROWS, 50, 2)
+    assert plan.fit == _plan.LinearFit(4)
+    covers_once(plan, problem.length)
+    with pytest.raises(KeyError), forced(chunk=50):
+        raise KeyError
+    assert _plan.plan_linear(problem, H200) == free
+
+
+@given(problem=linear_problems, schedule=st.sampled_from(Schedule))
+def test_a_forced_schedule_of_linear_scan(problem, schedule):
+    with forced(schedule=schedule):
+        plan = _plan.plan_linear(problem, H200)
+    assert plan.order.schedule is schedule
+    covers_once(plan, problem.length)
+
+
+@given(problem=selective_problems, data=st.data(), chunk=st.integers(1, 1000))
+def test_a_forced_tile_and_schedule_of_selective_scan(problem, data, chunk):
+    tile = data.draw(st.sampled_from(_plan.selective_tiles(problem.kind)))
+    with forced(schedule=Schedule.SPLIT, tile=tile, chunk=chunk):
+        plan = _plan.plan_selective(problem, H200)
+    assert (plan.fit.tile, plan.order.chunk) == (tile, chunk)
+    covers_once(plan, problem.length)
+    with forced(schedule=Schedule.SERIAL):
+        assert _plan.plan_selective(problem, H200).chunks == 1
+
+
+def test_selective_scan_has_no_block_schedule():
+    with forced(schedule=Schedule.BLOCK), pytest.raises(ValueError, match="serial and split, got block"):
+        _plan.plan_selective(SELECTIVE["8 x 4096 x 1024 x 16"][0], H200)
+
+
+# NumPy
+
+
+@given(rows=sizes, length=sizes)
+def test_segments(rows, length):
+    segments = _plan.plan_segments(rows, length)
+    assert 1 <= segments <= length
+    # Segments and the steps in them are about as many.
+    assert segments == 1 or segments**2 <= length < (segments + 1) ** 2
+
+
+def test_few_long_rows_are_cut_and_many_or_short_ones_are_not():
+    assert _plan.plan_segments(1, 65536) == 256
+    assert _plan.plan_segments(100_000, 65536) == 1
+    assert _plan.plan_segments(1, 10) == 1
+    with forced(segments=7):
+        assert _plan.plan_segments(100_000, 65536) == 7
