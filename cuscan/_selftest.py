@@ -21,8 +21,8 @@ Arrays = dict[str, Any]
 Family = tuple[str, Any, list[Arrays], list[tuple[Arrays, bool]]]
 
 
-def run(write: Callable[[str], object] = print) -> bool:
-    """Write a line for each kernel family, and give whether all are right.
+def run(write: Callable[[str], object] = print, *, only: str = "") -> bool:
+    """Write a line for each kernel family whose name starts with `only`, and give whether all are right.
 
     Exact inputs (gates in {-1, 0, 1}, small integers) are compared with the oracle bit for bit, real ones within the
     oracle's bound.
@@ -31,6 +31,8 @@ def run(write: Callable[[str], object] = print) -> bool:
     with _device() as (xp, layouts, title):
         write(title)
         for name, function, plans, inputs in _families(layouts) if layouts else _numpy_families():
+            if not name.startswith(only):
+                continue
             hows = ", ".join(plan["schedule"].value if layouts else f"{plan['segments']} segments" for plan in plans)
             try:
                 for given, exact in inputs:
@@ -83,7 +85,7 @@ def _gpu() -> tuple[str, str]:
     try:
         return runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode(), ""
     except runtime.CUDARuntimeError as error:
-        return "", f"{error}"
+        return "", str(error).partition(":")[0]
 
 
 def _numpy_families() -> Iterator[Family]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pydoc_data.topics
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -16,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cuscan
-from cuscan import ssm
+from cuscan import _compile, _selftest, _source, ssm
 from cuscan.testing import oracle
 
 Array = NDArray[np.float32]
 
+CHIPS = (80, 90, 100, 120)  # architectures whose registers are shown
 STATE = 16
 FOLLOWED = 2  # channels whose values are compared: the oracle takes some microseconds for each step and state
 
@@ -145,12 +147,12 @@ def bfloat16(x: Array) -> Array:
 
 
 def run(*, quick: bool = False) -> bool:
-    """Print the three parts.
+    """Print the four parts.
 
     Parameters
     ----------
     quick : bool
-        Stop at length 1024.
+        Stop at length 1024, and compile nothing.
 
     Returns
     -------
@@ -162,6 +164,8 @@ def run(*, quick: bool = False) -> bool:
     lengths = [2**k for k in range(8, 11 if quick else 14)]
     passed = [hand_worked(xp), accuracy(xp, lengths)]
     speed(xp, lengths)
+    if not quick:
+        passed.append(kernels())
     print("\nEvery check passed." if all(passed) else "\nA CHECK FAILED: see above.")
     return all(passed)
 
@@ -253,6 +257,28 @@ def speed(xp: Any, lengths: Sequence[int]) -> None:
         rows.append((length, f"{slow:.1f}", f"{fast:.2f}", f"{slow / fast:.1f}"))
         progress.advance(length)
     _table(("length", "step by step", "scan", "ratio"), rows)
+
+
+def kernels() -> bool:
+    """Run the kernels of one module, and print what they take on four chips; True if they are right."""
+    print("\n4. The kernels of linear_scan in float32")
+    told: list[str] = []
+    passed = _selftest.run(told.append, only="linear_scan")
+    for line in told[:-1]:  # the last says what this function returns
+        print(textwrap.fill(line, 79, initial_indent="   ", subsequent_indent="           "))
+    source = _source.linear_source("float32")
+    libraries = list(_compile.nvrtc_libraries())
+    if not libraries:
+        print("   (NVRTC is not installed, so what they take on a chip is not shown)")
+        return passed
+    progress, taken = _Progress(len(CHIPS)), []
+    for chip in CHIPS:
+        taken.append(_compile.Nvrtc(libraries[0]).compile(source, chip))
+        progress.advance(1)
+    print("   registers and frame in bytes, by chip:")
+    rows = [(name, *(f"{on[name].registers}, {on[name].frame}" for on in taken)) for name in source.names]
+    _table(("kernel", *(f"sm_{chip}" for chip in CHIPS)), rows)
+    return passed
 
 
 def _channels(xp: Any) -> int:
