@@ -143,9 +143,7 @@ def linear_scan(
 
     def steps() -> Iterator[tuple[Array, Array]]:
         for start, stop in cut.tiles():
-            yield from zip(
-                cut.stage(a, start, stop, accumulate), cut.stage(b, start, stop, accumulate), strict=True
-            )
+            yield from zip(cut.stage(a, start, stop, accumulate), cut.stage(b, start, stop, accumulate), strict=True)
 
     h = cut.empty(1, last.shape, accumulate)[0]
     states = _states(steps, cut, h, h0, last)

@@ -40,9 +40,7 @@ def hillis_steele(combine):
         maps = maps[::-1] if reverse else maps
         distance = 1
         while distance < len(maps):
-            maps = maps[:distance] + [
-                combine(maps[i - distance], maps[i]) for i in range(distance, len(maps))
-            ]
+            maps = maps[:distance] + [combine(maps[i - distance], maps[i]) for i in range(distance, len(maps))]
             distance *= 2
         h = [value for _, value in maps]
         return np.array(h[::-1] if reverse else h)

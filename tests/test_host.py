@@ -203,9 +203,7 @@ def shuffled(x: np.ndarray, kind: str, by: int, width: int) -> np.ndarray:
 
 @pytest.mark.parametrize("code", TYPES)
 @pytest.mark.parametrize("width", [2, 8, 32])
-@pytest.mark.parametrize(
-    ("kind", "by"), [("up", 1), ("up", 5), ("down", 3), ("xor", 1), ("xor", 16), ("index", 11)]
-)
+@pytest.mark.parametrize(("kind", "by"), [("up", 1), ("up", 5), ("down", 3), ("xor", 1), ("xor", 16), ("index", 11)])
 def test_shuffles_read_the_lane_that_ptx_reads(code: str, width: int, kind: str, by: int) -> None:
     x = (np.arange(96) * 1.5 + 2**30).astype(code)
     for mode, order in (("checked", "forward"), ("fast", "random")):
@@ -281,9 +279,7 @@ def test_a_struct_travels_by_value(module: HostModule) -> None:
     y = place.allocate(1000, f32)
     assert np.isnan(y).all()
     place.keep(x)
-    module.get_function("by_struct")(
-        (3,), (64,), (np.array((place.pointer(x), place.pointer(y), 1000, 3), STRUCT),)
-    )
+    module.get_function("by_struct")((3,), (64,), (np.array((place.pointer(x), place.pointer(y), 1000, 3), STRUCT),))
     np.testing.assert_array_equal(y, 3 * x)
 
 
@@ -639,9 +635,7 @@ def test_both_sides_of_a_race_are_named() -> None:
 def test_a_partial_warp_is_missing_in_a_full_mask() -> None:
     module = HostModule(FAULTS, "fast")
     y = np.zeros(32, f32)
-    with pytest.raises(
-        host.DivergenceError, match=r"thread 9 \(exited\), threads 20-31 \(beyond the block\)"
-    ):
+    with pytest.raises(host.DivergenceError, match=r"thread 9 \(exited\), threads 20-31 \(beyond the block\)"):
         module.get_function("exited_lane_in_mask")((1,), (20,), (y, y))
 
 

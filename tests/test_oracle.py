@@ -41,9 +41,7 @@ def test_changing_gates_worked_by_hand():
 
 
 def test_h0_enters_through_the_first_gate():
-    np.testing.assert_array_equal(
-        oracle.linear_scan(GATES, INPUTS, 6.0).value, [4, 10, -7, 4, 7, 20, -13, -5]
-    )
+    np.testing.assert_array_equal(oracle.linear_scan(GATES, INPUTS, 6.0).value, [4, 10, -7, 4, 7, 20, -13, -5])
     reversed_ = oracle.linear_scan(GATES, INPUTS, 6.0, reverse=True)
     np.testing.assert_array_equal(reversed_.value, [1, 0, -1, 4, 1, -8, -7, 14])
 
@@ -73,20 +71,14 @@ def test_lower_triangular_matrix(axis, reverse):
         if reverse:
             gates, inputs = gates[::-1], inputs[::-1]
         n = len(inputs)
-        matrix = np.array(
-            [[np.prod(gates[s + 1 : t + 1]) if s <= t else 0 for s in range(n)] for t in range(n)]
-        )
+        matrix = np.array([[np.prod(gates[s + 1 : t + 1]) if s <= t else 0 for s in range(n)] for t in range(n)])
         expected = matrix @ inputs
-        np.testing.assert_array_equal(
-            np.moveaxis(scan.value, axis, -1)[row], expected[::-1] if reverse else expected
-        )
+        np.testing.assert_array_equal(np.moveaxis(scan.value, axis, -1)[row], expected[::-1] if reverse else expected)
         assert scan.last[row] == expected[-1]
 
 
 def test_a_scalar_gate_broadcasts():
-    np.testing.assert_array_equal(
-        oracle.linear_scan(2.0, [[1, 1, 1], [1, 0, 2]]).value, [[1, 3, 7], [1, 2, 6]]
-    )
+    np.testing.assert_array_equal(oracle.linear_scan(2.0, [[1, 1, 1], [1, 0, 2]]).value, [[1, 3, 7], [1, 2, 6]])
 
 
 def test_complex_rotation():
@@ -120,8 +112,7 @@ def layer(batch=2, length=12, channels=4, state=3, *, groups=None, constant="", 
     return {
         "u": r.normal(size=(batch, length, channels)),
         "delta": r.normal(size=(batch, length, channels)),
-        "A": -np.exp(r.normal(size=(channels, state)))
-        + (1j * parameter(channels, state) if is_complex else 0),
+        "A": -np.exp(r.normal(size=(channels, state))) + (1j * parameter(channels, state) if is_complex else 0),
         "B": parameter(*((channels, state) if "B" in constant else (batch, length, *middle, state))),
         "C": parameter(*((channels, state) if "C" in constant else (batch, length, *middle, state))),
         "D": r.normal(size=channels),
@@ -161,9 +152,7 @@ def test_selective_against_the_double_sum(groups, constant, is_complex):
     scan = oracle.selective_scan(**inputs, eps=2.0**-53)
     np.testing.assert_allclose(scan.value, double_sum(**inputs), rtol=1e-11, atol=1e-12)
     limited = oracle.selective_scan(**inputs, delta_limit=(0.1, 0.7), eps=2.0**-53)
-    np.testing.assert_allclose(
-        limited.value, double_sum(**inputs, delta_limit=(0.1, 0.7)), rtol=1e-11, atol=1e-12
-    )
+    np.testing.assert_allclose(limited.value, double_sum(**inputs, delta_limit=(0.1, 0.7)), rtol=1e-11, atol=1e-12)
     assert np.abs(limited.value - scan.value).max() > 0.1
 
 
@@ -243,9 +232,7 @@ def test_nan_and_infinity_pass_through():
     )
     np.testing.assert_array_equal(np.isnan(scan.value[0, :, 0]), [True, True, True])
     delta = np.array([np.inf, -np.inf]).reshape(1, 2, 1)
-    scan = oracle.selective_scan(
-        one[:, 1:], delta, -one[0, :1], one, one, delta_bias=[0.0], delta_limit=(0.5, 2.0)
-    )
+    scan = oracle.selective_scan(one[:, 1:], delta, -one[0, :1], one, one, delta_bias=[0.0], delta_limit=(0.5, 2.0))
     assert np.isfinite(scan.bound).all()
     np.testing.assert_allclose(scan.value[0, :, 0], [2, 2 * np.exp(-0.5) + 0.5])
 
@@ -344,9 +331,7 @@ def test_bound_covers_softplus_but_not_its_naive_form(center):
     delta = r.normal(size=400).astype(F32)
     bias = F32(center)
     one = np.ones((1, 400, 1))
-    scan = oracle.selective_scan(
-        one, delta[None, :, None], [[-1.0]], one, one, delta_bias=[bias], delta_softplus=True
-    )
+    scan = oracle.selective_scan(one, delta[None, :, None], [[-1.0]], one, one, delta_bias=[bias], delta_softplus=True)
     _, good = float32_layer(softplus_log1p, delta, bias)
     assert accepted(good[None, :, None], scan)
     if center == -16:
@@ -367,9 +352,7 @@ def test_bound_follows_a_rounding_through_softplus():
 def test_bound_of_limited_delta_is_that_of_the_limit():
     one = np.ones((1, 1, 1))
     inside = oracle.selective_scan(one, 5 * one, -one[0], one, one, delta_bias=[95.0], delta_limit=(0.0, 1e3))
-    outside = oracle.selective_scan(
-        one, 5 * one, -one[0], one, one, delta_bias=[95.0], delta_limit=(0.0, 1e-3)
-    )
+    outside = oracle.selective_scan(one, 5 * one, -one[0], one, one, delta_bias=[95.0], delta_limit=(0.0, 1e-3))
     assert outside.value == 1e-3
     np.testing.assert_allclose(outside.bound / outside.value, inside.bound / inside.value, rtol=1e-4)
 

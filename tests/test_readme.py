@@ -33,9 +33,7 @@ def test_commands_use_extras_that_exist():
     blocks = re.findall(r"^```sh\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
     assert [block.count("\n") for block in blocks] == [2, 2, 2]
     project = (ROOT / "pyproject.toml").read_text()
-    optional = re.search(r"^\[project.optional-dependencies\]\n(.*?)^\[", project, re.DOTALL | re.MULTILINE)[
-        1
-    ]
+    optional = re.search(r"^\[project.optional-dependencies\]\n(.*?)^\[", project, re.DOTALL | re.MULTILINE)[1]
     declared = set(re.findall(r"^(\w+) = \[", optional, re.MULTILINE))
     named = {extra for group in re.findall(r'"\.\[(.*?)\]"', README) for extra in group.split(",")}
     assert named == {"test", "cuda12", "cuda13"}

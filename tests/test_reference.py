@@ -200,9 +200,7 @@ def test_linear_gates_that_underflow(segments):
 # linear_scan: laws
 
 rows = st.integers(0, 60).flatmap(
-    lambda n: st.tuples(
-        *[st.lists(st.sampled_from(v), min_size=n, max_size=n) for v in ([-1, 0, 1], range(-8, 9))]
-    )
+    lambda n: st.tuples(*[st.lists(st.sampled_from(v), min_size=n, max_size=n) for v in ([-1, 0, 1], range(-8, 9))])
 )
 exact = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -331,8 +329,7 @@ def test_selective_groups_and_constants(B, C, parameter):
 
 @pytest.mark.parametrize(
     ("dtype", "parameter"),
-    [(t, p) for t in (np.float16, BF16) for p in (t, np.float32)]
-    + [(np.float64, np.float64), (BF16, np.complex64)],
+    [(t, p) for t in (np.float16, BF16) for p in (t, np.float32)] + [(np.float64, np.float64), (BF16, np.complex64)],
 )
 def test_selective_types(dtype, parameter):
     inputs = layer(dtype=dtype, parameter=parameter, length=20)
@@ -367,11 +364,7 @@ def test_selective_sizes(state, channels, batch):
 
 def test_selective_views_are_read_and_written_in_place():
     inputs = layer()
-    spread = {
-        k: np.repeat(np.repeat(v, 2, axis=-1), 3, axis=0)[::3, ..., ::2]
-        for k, v in inputs.items()
-        if v.ndim > 1
-    }
+    spread = {k: np.repeat(np.repeat(v, 2, axis=-1), 3, axis=0)[::3, ..., ::2] for k, v in inputs.items() if v.ndim > 1}
     for k in ("u", "delta", "z"):
         spread[k] = np.ascontiguousarray(spread[k].swapaxes(1, 2)).swapaxes(1, 2)
     expected, last = selective_scan(**inputs)
@@ -410,8 +403,7 @@ def test_selective_continues_from_any_step(segments):
     in_time = ("u", "delta", "z", "B", "C")
     for cut in range(13):
         first, second = (
-            {k: v[:, part] if k in in_time else v for k, v in inputs.items()}
-            for part in (slice(cut), slice(cut, None))
+            {k: v[:, part] if k in in_time else v for k, v in inputs.items()} for part in (slice(cut), slice(cut, None))
         )
         y1, middle = selective_scan(**first, segments=segments)
         y2, end = selective_scan(**second, h0=middle, segments=segments)
@@ -443,9 +435,7 @@ def test_selective_empty(shape):
         np.testing.assert_array_equal(last, h0)
         np.testing.assert_array_equal(selective_scan(**inputs)[1], np.zeros_like(h0))
     # Without a state, D u silu(z) is left.
-    np.testing.assert_allclose(
-        out, inputs["D"] * inputs["u"] * inputs["z"] / (1 + np.exp(-inputs["z"])), rtol=1e-5
-    )
+    np.testing.assert_allclose(out, inputs["D"] * inputs["u"] * inputs["z"] / (1 + np.exp(-inputs["z"])), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

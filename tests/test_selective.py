@@ -183,6 +183,15 @@ def test_every_number_of_states(executor, layout, state):
     one.check(executor)
 
 
+@pytest.mark.parametrize("item", ITEMS)
+@LAYOUTS
+def test_sums_over_slices_of_the_states(executor, item, layout):
+    # 70 states take nine slices, whose sums so far lie in scratch; pairs along time exist in even lengths only.
+    for length in (33, 34):
+        one = case(2, length, 6, 70, item=item, layout=layout)
+        one.check(executor, plans(executor, one, chunk=16), out_dtype=np.float32)
+
+
 @LAYOUTS
 @pytest.mark.parametrize("groups", [1, 2, 3, 12])
 @pytest.mark.parametrize("channels", [12, 36, 132])

@@ -40,9 +40,7 @@ def test_a_log_vjp_has_the_type_of_a_log_and_rounds_once():
     np.testing.assert_array_equal(grad, exact.astype(ml_dtypes.bfloat16))
 
 
-@pytest.mark.parametrize(
-    "bad", [[1.0, 2.0], 1.0, np.arange(3), np.ones(2, complex), np.ones(2, object), None]
-)
+@pytest.mark.parametrize("bad", [[1.0, 2.0], 1.0, np.arange(3), np.ones(2, complex), np.ones(2, object), None])
 def test_a_log_must_be_a_real_float_array(bad):
     with pytest.raises(TypeError, match="expected a NumPy or CuPy array of a real float type, got "):
         ssm.A_from_A_log(bad)
@@ -58,9 +56,7 @@ def test_a_log_vjp_names_both_shapes():
 def test_s4d_real():
     A_log = ssm.s4d_real_A_log(3, 5)
     assert A_log.dtype == np.float32
-    np.testing.assert_allclose(
-        ssm.A_from_A_log(A_log), -np.array([[1, 2, 3, 4, 5]] * 3, np.float32), rtol=3e-7
-    )
+    np.testing.assert_allclose(ssm.A_from_A_log(A_log), -np.array([[1, 2, 3, 4, 5]] * 3, np.float32), rtol=3e-7)
     assert ssm.s4d_real_A_log(0, 5).shape == (0, 5)
     assert ssm.s4d_real_A_log(2, 0).shape == (2, 0)
     with pytest.raises(ValueError, match="got 2 and -1"):

@@ -240,14 +240,10 @@ def selective_scan(
                 step, step_error = _delta(delta_rows[i][t][d], shift, delta_softplus, limit, arithmetic)
                 B_row, C_row = B_.row(i, t, d), C_.row(i, t, d)
                 for n in range(states):
-                    now = _selective_step(
-                        state[n], A_rows[d][n], B_row[n], drive, step, step_error, arithmetic
-                    )
+                    now = _selective_step(state[n], A_rows[d][n], B_row[n], drive, step, step_error, arithmetic)
                     state[n] = now
                     last[i, d, n], last_bound[i, d, n] = now.h, _bound(now, arithmetic)
-                y, error = _contract(
-                    last[i, d].tolist(), last_bound[i, d].tolist(), C_row, skip[d], drive, arithmetic
-                )
+                y, error = _contract(last[i, d].tolist(), last_bound[i, d].tolist(), C_row, skip[d], drive, arithmetic)
                 if gate_ is not None:
                     y, error = _gated(y, error, gate_[i][t][d], arithmetic)
                 value[i, t, d], bound[i, t, d] = y, error
@@ -411,9 +407,7 @@ def assert_scan_close(actual: ArrayLike, value: ArrayLike, bound: ArrayLike) -> 
         error = np.abs(given_ - value_)
         # An output type's overflow is a rounding too.
         overflow = np.ldexp(2 - 2.0 ** -(mantissa + 1), 1 - smallest)
-        close = (error <= allowed) | (
-            (reach >= overflow) & np.isinf(given_) & (np.sign(given_) == np.sign(value_))
-        )
+        close = (error <= allowed) | ((reach >= overflow) & np.isinf(given_) & (np.sign(given_) == np.sign(value_)))
         # Not "error > allowed", which a NaN in either would pass.
         same = np.where(np.isnan(value_), np.isnan(given_), given_ == value_)
         wrong = ~np.where(finite, close, same)

@@ -149,14 +149,10 @@ class HostKernel:
     @max_dynamic_shared_size_bytes.setter
     def max_dynamic_shared_size_bytes(self, size: int) -> None:
         if not 0 <= size <= _MOST_DYNAMIC_BYTES:
-            raise ValueError(
-                f"{self.name}: {size} bytes of shared memory, chips have {_MOST_DYNAMIC_BYTES} at most"
-            )
+            raise ValueError(f"{self.name}: {size} bytes of shared memory, chips have {_MOST_DYNAMIC_BYTES} at most")
         self._dynamic_limit = size
 
-    def __call__(
-        self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_mem: int = 0
-    ) -> None:
+    def __call__(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_mem: int = 0) -> None:
         """Run all threads of the grid.
 
         Parameters
@@ -332,9 +328,7 @@ class HostModules:
         Where arrays that kernels touch must be registered; `HostPlace` does it.
     """
 
-    def __init__(
-        self, mode: str = "checked", *, order: str = "forward", seed: int = 0, timeout: float = 60.0
-    ) -> None:
+    def __init__(self, mode: str = "checked", *, order: str = "forward", seed: int = 0, timeout: float = 60.0) -> None:
         self.memory = Memory(tracking=mode == "checked")
         self._make = functools.partial(
             HostModule, mode=mode, order=order, seed=seed, memory=self.memory, timeout=timeout

@@ -127,15 +127,11 @@ def library(text: str, mode: str) -> Path:
     entries = _ENTRY.findall(_NO_CODE.sub(" ", text))
     if not entries:
         raise CompileError('the text has no entry point: extern "C" __global__ void name(...)')
-    rows = (
-        f'CuscanKernel<&{name}>::entry("{name}", cuscan_bound({"".join(bounds)})),'
-        for *bounds, name in entries
-    )
+    rows = (f'CuscanKernel<&{name}>::entry("{name}", cuscan_bound({"".join(bounds)})),' for *bounds, name in entries)
     # The one change to the text: an array of unknown length is a pointer.
     kernel = _DYNAMIC.sub(
         lambda found: (
-            f"static {found[1]} *const {found[2]} = ({found[1]} *)cuscan_dynamic_shared;"
-            + "\n" * found[0].count("\n")
+            f"static {found[1]} *const {found[2]} = ({found[1]} *)cuscan_dynamic_shared;" + "\n" * found[0].count("\n")
         ),
         text,
     )

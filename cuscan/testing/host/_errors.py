@@ -143,9 +143,7 @@ def _index(number: int, shape: Index) -> Index:
     return number % shape[0], number // shape[0] % shape[1], number // (shape[0] * shape[1])
 
 
-def _message(
-    error: ErrorStruct, index: Callable[[int], Index], other: tuple[str, int], missing: list[int]
-) -> str:
+def _message(error: ErrorStruct, index: Callable[[int], Index], other: tuple[str, int], missing: list[int]) -> str:
     op = (error.at.op or b"").decode()
     access = f"{'write' if error.write else 'read'} of {error.size} bytes at {error.address:#x}"
     kind = _CLASSES[error.kind]
