@@ -81,17 +81,34 @@ __device__ __forceinline__ double magnitude(double x) { return fabs(x); }
 __device__ __forceinline__ float positive_part(float x) { return fmaxf(x, 0.0f); }
 __device__ __forceinline__ double positive_part(double x) { return fmax(x, 0.0); }
 
-// log(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)). Far below 0 the relative error grows as |x| 2^-23, as the
-// rounding of x itself does. NaN comes through the second term.
+// What R leaves of log2(e), and beyond what exp(-x) is 0.
+__device__ __forceinline__ float log2e_rest(float) { return 1.925963e-08f; }
+__device__ __forceinline__ double log2e_rest(double) { return 2.0355273740931033e-17; }
+__device__ __forceinline__ float far(float) { return 200.0f; }
+__device__ __forceinline__ double far(double) { return 1000.0; }
+
+// exp(-|x|). The exponent of 2 is rounded, and what the rounding left off is put back: else the relative error would
+// grow with |x|. NaN stays.
+template <class R>
+__device__ __forceinline__ R exp_of_minus(R x) {
+  x = magnitude(x);
+  if (x > far(x)) x = far(x);
+  const R exponent = x * R(-kLog2E);
+  const R rest = multiply_add(x, R(-kLog2E), -exponent) - x * log2e_rest(x);
+  const R power = exp2_of(exponent);
+  return multiply_add(power, rest * R(0.6931471805599453), power);
+}
+
+// log(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)). NaN comes through the second term.
 template <class R>
 __device__ __forceinline__ R softplus(R x) {
-  return positive_part(x) + log1p_of(exp2_of(magnitude(x) * R(-kLog2E)));
+  return positive_part(x) + log1p_of(exp_of_minus(x));
 }
 
 // x * sigmoid(x), the sigmoid from exp(-|x|) so that it neither overflows nor cancels.
 template <class R>
 __device__ __forceinline__ R silu(R x) {
-  R e = exp2_of(magnitude(x) * R(-kLog2E));
+  R e = exp_of_minus(x);
   return x * (x < R(0) ? e : R(1)) * reciprocal(R(1) + e);
 }
 
