@@ -1,0 +1,721 @@
+"""Whole calls as values: a problem makes its arrays from a seed, runs anywhere, and knows what is right.
+
+Two kinds of values. Exact ones (gates 0, 1, -1, small integers) have states that are exact in any association, so that
+every schedule gives the same numbers; a gate of 0 is rare, because it hides what came before it. Real ones are compared
+with the bound of `oracle`; of these, "nan" have one NaN in them, which must not leave its row.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+import cuscan
+from cuscan import _plan
+from cuscan._arrays import COMPLEX, REAL, _dtype, accumulation, item_name
+
+from . import _bounds
+from .executors import Executor
+from .oracle import Scan, assert_scan_close
+
+Array = NDArray[Any]
+T = TypeVar("T")
+Pick = Callable[[Sequence[Any]], Any]  # one of these, the simplest first
+Whole = Callable[[int, int], int]  # an int between these, both included
+
+_SIZES = ("shape", "axis", "batch", "length", "channels", "state", "plans")  # a default is not simpler
+VALUES = ("exact", "real", "nan")
+BIG_RATE = -1e4  # exp(delta * rate) is 1 for delta 0 and 0 for delta 1
+
+
+class _Short:
+    """A repr that is Python, without what has its default value."""
+
+    def __repr__(self) -> str:
+        shown = (
+            f"{each.name}={getattr(self, each.name)!r}"
+            for each in fields(self)  # type: ignore[arg-type]
+            if getattr(self, each.name) != each.default
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Layout(_Short):
+    """How an array lies in memory.
+
+    Attributes
+    ----------
+    order : tuple of int, optional
+        The axes, slowest first.
+    steps : tuple of int, optional
+        From item to item along each axis, counted in items of that axis: 2 leaves gaps, -1 runs backwards, 0 is a
+        broadcast axis.
+    pad : int
+        Items before the first one and between the rows of the fastest axis.
+    skew : int
+        Bytes that every item is off its alignment.
+    """
+
+    order: tuple[int, ...] | None = None
+    steps: tuple[int, ...] | None = None
+    pad: int = 0
+    skew: int = 0
+
+    def inner(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of what `place` takes: 1 along broadcast axes."""
+        steps = self.steps or (1,) * len(shape)
+        return tuple(size if step else min(size, 1) for size, step in zip(shape, steps, strict=True))
+
+    def place(self, values: Array, shape: tuple[int, ...]) -> Array:
+        """An array of `shape` that lies like this, with NaN between its items; a broadcast one is read-only."""
+        order = self.order or tuple(range(len(shape)))
+        steps = self.steps or (1,) * len(shape)
+        sizes = [(values.shape[d] - 1) * max(abs(steps[d]), 1) + 1 if values.shape[d] else 0 for d in order]
+        sizes[-1:] = [size + self.pad for size in sizes[-1:]]
+        room = np.empty(math.prod(sizes) * values.itemsize + self.skew, np.uint8)
+        memory: Array = np.ndarray(sizes, values.dtype, room, self.skew)
+        memory[...] = np.nan
+        if sizes:
+            memory = memory[..., self.pad :]
+        view = memory.transpose([order.index(d) for d in range(len(shape))])
+        cut: tuple[Any, ...] = tuple(slice(None, None, step or 1) for step in steps)
+        view = view[(*cut, ...)]  # an array, without axes too
+        np.copyto(view, values)
+        return view if view.shape == shape else np.broadcast_to(view, shape)
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(_Short):
+    """What is forced of a plan; cuscan chooses the rest.
+
+    Attributes
+    ----------
+    schedule : {"serial", "block", "split"}, optional
+        How time is laid on the chip.
+    lanes : {"rows", "time"}, optional
+        What the lanes of a warp lie along, in linear_scan.
+    chunk : int, optional
+        Steps a chunk of a split.
+    row_warps, warps : int, optional
+        Warps a row and warps a block, in linear_scan.
+    tile : SelectiveTile, optional
+        One of `cuscan._plan.selective_tiles`.
+    segments : int, optional
+        Of the NumPy path.
+    """
+
+    schedule: str | None = None
+    lanes: str | None = None
+    chunk: int | None = None
+    row_warps: int | None = None
+    warps: int | None = None
+    tile: _plan.SelectiveTile | None = None
+    segments: int | None = None
+
+    def forced(self) -> AbstractContextManager[None]:
+        """A block in which plans are made like this."""
+        choices = {each.name: getattr(self, each.name) for each in fields(self)}
+        enums = {"schedule": _plan.Schedule, "lanes": _plan.Lanes}
+        return _plan.forced(**{name: enums.get(name, _same)(x) for name, x in choices.items() if x is not None})
+
+
+def _same(x: T) -> T:
+    return x
+
+
+def _flushed(x: Array) -> float:
+    """What a kernel may lose in an output with float32's exponents: it flushes what is below 2**-126."""
+    return 2.0**-126 if item_name(x) in ("float32", "bfloat16", "complex64") else 0.0
+
+
+def _same_numbers(x: Array, y: Array) -> bool:
+    return x.dtype == y.dtype and np.array_equal(x, y, equal_nan=True)
+
+
+class _Problem(_Short):
+    """What the problems of both functions share."""
+
+    seed: int
+    dtype: str
+    values: str
+    out: Any
+    plans: tuple[Plan, ...]
+    function: Callable[..., Any]
+
+    def arguments(self) -> dict[str, Any]:
+        """The call's keyword arguments, with NumPy arrays; those that are not `out` are read-only."""
+        raise NotImplementedError
+
+    def _scan(self, arguments: dict[str, Any]) -> Scan:
+        raise NotImplementedError
+
+    def expected(self, arguments: dict[str, Any] | None = None) -> Scan:
+        """Values and last state in float64, and their bounds: what `cuscan.testing.oracle` gives.
+
+        On exact values nothing but an elementwise function of the result has a bound.
+        """
+        return self._scan(self.arguments() if arguments is None else arguments)
+
+    def run(self, executor: Executor, plan: Plan = Plan(), arguments: dict[str, Any] | None = None) -> list[Array]:
+        """The call's results as NumPy arrays, computed by `executor` (see `executors`) with `plan` forced."""
+        with plan.forced():
+            results = executor(self.function, self.arguments() if arguments is None else arguments)
+        return [np.asarray(x) for x in (results if isinstance(results, tuple) else (results,))]
+
+    def check(self, executor: Executor) -> None:
+        """Run under every plan and compare with the expected values; on exact values also bit for bit.
+
+        Raises
+        ------
+        AssertionError
+            A value is further off than its bound, or two plans differ on exact values; zeros of both signs are equal.
+        """
+        arguments = self.arguments()
+        expected = self.expected(arguments)
+        first: list[Array] | None = None
+        for plan in self.plans:
+            # `out` may be an input, which the call before has overwritten.
+            results = self.run(executor, plan, arguments if self.out is None or first is None else None)
+            if self.values == "exact" and first is not None:
+                if not all(map(_same_numbers, results, first)):
+                    raise AssertionError(f"{self.plans[0]} and {plan} differ on exact values")
+                continue
+            try:
+                for x, value, bound in zip(results, expected[::2], expected[1::2], strict=False):
+                    assert_scan_close(x, value, bound + _flushed(x))
+            except AssertionError as error:
+                raise AssertionError(f"under {plan}: {error}") from None
+            first = first or results
+
+    def simpler(self) -> Iterator[Any]:
+        """Problems with one thing less each; some may not be valid calls."""
+        for i in range(len(self.plans)):
+            if len(self.plans) > 1:
+                yield replace(self, plans=self.plans[:i] + self.plans[i + 1 :])  # type: ignore[type-var]
+        yield from self._smaller()
+        for each in fields(self):  # type: ignore[arg-type]
+            if each.name not in _SIZES and getattr(self, each.name) != each.default:
+                yield replace(self, **{each.name: each.default})  # type: ignore[type-var]
+        for i, plan in enumerate(self.plans):
+            for each in fields(plan):
+                if getattr(plan, each.name) is not None:
+                    less = replace(plan, **{each.name: None})
+                    yield replace(self, plans=(*self.plans[:i], less, *self.plans[i + 1 :]))  # type: ignore[type-var]
+
+    def _smaller(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def kinds(self) -> list[str]:
+        """What this problem covers, for a record."""
+        plans = [f"{plan.schedule} {plan.lanes or ''}".strip() for plan in self.plans if plan.schedule]
+        options = [
+            each.name
+            for each in fields(self)  # type: ignore[arg-type]
+            if each.name not in (*_SIZES, "seed", "dtype", "values") and getattr(self, each.name) != each.default
+        ]
+        return [self.dtype, self.values, *plans, *options]
+
+
+def _less(size: int) -> list[int]:
+    return sorted({n for n in (1, size // 2, size - 16, size - 4, size - 1) if 0 < n < size})
+
+
+def _shrunk_sizes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    for d, size in enumerate(shape):
+        for n in _less(size):
+            yield (*shape[:d], n, *shape[d + 1 :])
+
+
+@dataclass(frozen=True, repr=False)
+class LinearProblem(_Problem):
+    """A call of `cuscan.linear_scan`.
+
+    Attributes
+    ----------
+    seed : int
+        Of the arrays' values.
+    shape, axis, reverse
+        Of b, and along which of its axes and in which direction time runs.
+    dtype : str
+        Of a and b.
+    values : {"exact", "real", "nan"}
+        See the module.
+    a : Layout or number
+        The gates, or the one gate.
+    b, h0 : Layout
+        None without h0.
+    last : bool
+        Whether the last state is asked for.
+    out : Layout or {"a", "b"}, optional
+        An array to write to, or the input that is overwritten.
+    out_dtype : str, optional
+        Dtype of the result.
+    plans : tuple of Plan
+        How `check` runs it.
+    """
+
+    seed: int = 0
+    shape: tuple[int, ...] = (8,)
+    axis: int = 0
+    reverse: bool = False
+    dtype: str = "float32"
+    values: str = "exact"
+    a: Any = Layout()
+    b: Layout = Layout()
+    h0: Layout | None = None
+    last: bool = True
+    out: Any = None
+    out_dtype: str | None = None
+    plans: tuple[Plan, ...] = (Plan(),)
+    function = staticmethod(cuscan.linear_scan)
+
+    def arguments(self) -> dict[str, Any]:
+        """The call's keyword arguments, with NumPy arrays; those that are not written to are read-only."""
+        random = np.random.default_rng(self.seed)
+        dtype, state = _dtype(self.dtype), np.dtype(accumulation(self.dtype))
+        is_complex = state.kind == "c"
+        rest = self.shape[: self.axis] + self.shape[self.axis + 1 :]
+
+        def place(layout: Layout, shape: tuple[int, ...], kind: Any, draw: Callable[..., Array]) -> Array:
+            return layout.place(draw(random, layout.inner(shape), is_complex).astype(kind), shape)
+
+        gates, inputs = (_exact_gates, _integers) if self.values == "exact" else (_real_gates, _normal)
+        b = place(self.b, self.shape, dtype, inputs)
+        if self.values == "nan" and b.size:
+            b = b.copy() if not b.flags.writeable else b
+            b[tuple(random.integers(0, b.shape))] = np.nan
+        given = {
+            "a": place(self.a, self.shape, dtype, gates) if isinstance(self.a, Layout) else self.a,
+            "b": b,
+            "h0": None if self.h0 is None else place(self.h0, rest, state, inputs),
+        }
+        out = given[self.out] if isinstance(self.out, str) else None
+        for x in given.values():
+            if isinstance(x, np.ndarray) and x is not out:
+                x.flags.writeable = False
+        if isinstance(self.out, Layout):
+            out = self.out.place(np.zeros(self.shape, _dtype(self.out_dtype or self.dtype)), self.shape)
+        return {
+            **given, "axis": self.axis, "reverse": self.reverse, "return_last_state": self.last,
+            "out": out, "out_dtype": self.out_dtype,
+        }  # fmt: skip
+
+    def _scan(self, arguments: dict[str, Any]) -> Scan:
+        names = ("a", "b", "h0", "axis", "reverse")
+        return _bounds.linear_scan(
+            **{name: arguments[name] for name in names}, eps=_eps(self.dtype), exact=self.values == "exact"
+        )
+
+    def _smaller(self) -> Iterator[LinearProblem]:
+        for shape in _shrunk_sizes(self.shape):
+            yield replace(self, shape=shape)
+        for d in range(len(self.shape)):
+            if d != self.axis:
+                less = replace(self, shape=self.shape[:d] + self.shape[d + 1 :], axis=self.axis - (d < self.axis))
+                yield replace(less, a=_plain(self.a), b=Layout(), h0=_plain(self.h0), out=_plain(self.out))
+
+
+def _plain(x: Any) -> Any:
+    return Layout() if isinstance(x, Layout) else x
+
+
+@dataclass(frozen=True, repr=False)
+class SelectiveProblem(_Problem):
+    """A call of `cuscan.selective_scan`.
+
+    Attributes
+    ----------
+    seed : int
+        Of the arrays' values.
+    batch, length, channels, state : int
+        Sizes.
+    groups : int, optional
+        Of B and C; None gives them no axis of groups.
+    constant : str
+        Which of B and C are constant in time: "", "B", "C" or "BC".
+    dtype : str
+        Of u and z.
+    complex : bool
+        Whether A, B and C are.
+    wide : tuple of str
+        Which of delta, B and C are float32 whatever u is.
+    parameters : str
+        Dtype of A, D and delta_bias.
+    values : {"exact", "real", "nan"}
+        See the module.
+    layout : {"bld", "bdl"}
+        Order of the axes.
+    u, delta, A, B, C, D, z, delta_bias, h0 : Layout
+        None without D, z, delta_bias, h0.
+    softplus, limit, reverse, last
+        Options of the call; softplus only on real values.
+    out : Layout, optional
+        An array to write to.
+    out_dtype : str, optional
+        Dtype of the result.
+    plans : tuple of Plan
+        How `check` runs it.
+    """
+
+    seed: int = 0
+    batch: int = 1
+    length: int = 8
+    channels: int = 1
+    state: int = 1
+    groups: int | None = None
+    constant: str = ""
+    dtype: str = "float32"
+    complex: bool = False
+    wide: tuple[str, ...] = ()
+    parameters: str = "float32"
+    values: str = "exact"
+    layout: str = "bld"
+    u: Layout = Layout()
+    delta: Layout = Layout()
+    A: Layout = Layout()
+    B: Layout = Layout()
+    C: Layout = Layout()
+    D: Layout | None = None
+    z: Layout | None = None
+    delta_bias: Layout | None = None
+    h0: Layout | None = None
+    softplus: bool = False
+    limit: tuple[float, float] | None = None
+    reverse: bool = False
+    last: bool = True
+    out: Layout | None = None
+    out_dtype: str | None = None
+    plans: tuple[Plan, ...] = (Plan(),)
+    function = staticmethod(cuscan.selective_scan)
+
+    def arguments(self) -> dict[str, Any]:
+        """The call's keyword arguments, with NumPy arrays; those that are not written to are read-only."""
+        random = np.random.default_rng(self.seed)
+        exact = self.values == "exact"
+        wide_range = 20 if random.random() < 0.2 else 1  # where exp, softplus and silu are small or turn often
+        item, parameter = _dtype(self.dtype), np.dtype(_dtype(self.parameters))
+        state = np.dtype("complex64" if self.complex else accumulation(self.dtype))
+        sequence = self._ordered(self.length, self.channels)
+        draw = _integers if exact else _normal
+
+        def wide(name: str) -> Any:
+            return state if self.complex and name in "BC" else np.dtype(np.float32) if name in self.wide else item
+
+        def couple(name: str, layout: Layout) -> Array:
+            shape: tuple[int, ...] = (self.channels, self.state)
+            if name not in self.constant:
+                groups = () if self.groups is None else (self.groups,)
+                shape = self._ordered(self.length, *groups, self.state)
+            return layout.place(draw(random, layout.inner(shape), self.complex, most=3).astype(wide(name)), shape)
+
+        def optional(
+            layout: Layout | None, shape: tuple[int, ...], kind: Any, *, positive: bool = False, scale: int = 1
+        ) -> Array | None:
+            if layout is None:
+                return None
+            values = scale * draw(random, layout.inner(shape), np.dtype(kind).kind == "c", most=3)
+            return layout.place((abs(values) if positive else values).astype(kind), shape)
+
+        # Not softplus and a negative delta is growth without a bound.
+        bias = optional(self.delta_bias, (self.channels,), parameter, positive=not exact and not self.softplus)
+        inner = self.delta.inner(sequence)
+        if exact:  # 0 or 1 after the bias
+            delta: Array = (random.random(inner) < 0.1).astype(np.float64)
+            if bias is not None:
+                bias_ = bias if self.layout == "bld" else bias[:, None]
+                delta = np.asarray(
+                    delta - np.broadcast_to(bias_.astype(np.float64), sequence)[tuple(map(slice, inner))]
+                )
+            rates = (random.random(self.A.inner((self.channels, self.state))) < 0.7) * BIG_RATE
+        else:
+            delta = random.normal(-2, 3 * wide_range, inner) if self.softplus else random.random(inner) ** 3
+            rates = -np.exp(random.normal(0, 1.5, self.A.inner((self.channels, self.state))))
+        if self.complex and not exact:
+            rates = rates + 1j * random.normal(0, 3 * wide_range**2, rates.shape)
+        u = self.u.place(draw(random, self.u.inner(sequence), is_complex=False, most=3).astype(item), sequence)
+        if self.values == "nan" and u.size:
+            u = u.copy() if not u.flags.writeable else u
+            u[tuple(random.integers(0, u.shape))] = np.nan
+        given = {
+            "u": u,
+            "delta": self.delta.place(delta.astype(wide("delta")), sequence),
+            "A": self.A.place(rates.astype(state if self.complex else parameter), (self.channels, self.state)),
+            "B": couple("B", self.B),
+            "C": couple("C", self.C),
+            "D": optional(self.D, (self.channels,), parameter),
+            "z": optional(self.z, sequence, item, scale=1 if exact else wide_range),
+            "delta_bias": bias,
+            "h0": optional(self.h0, (self.batch, self.channels, self.state), state),
+        }
+        for x in given.values():
+            if x is not None:
+                x.flags.writeable = False
+        out = None
+        if self.out is not None:
+            out = self.out.place(np.zeros(sequence, _dtype(self.out_dtype or self.dtype)), sequence)
+        return {
+            **given, "delta_softplus": self.softplus, "delta_limit": self.limit, "reverse": self.reverse,
+            "layout": self.layout, "return_last_state": self.last, "out": out, "out_dtype": self.out_dtype,
+        }  # fmt: skip
+
+    def _ordered(self, length: int, *features: int) -> tuple[int, ...]:
+        return (self.batch, length, *features) if self.layout == "bld" else (self.batch, *features, length)
+
+    def _scan(self, arguments: dict[str, Any]) -> Scan:
+        given = {name: x for name, x in arguments.items() if name not in ("return_last_state", "out", "out_dtype")}
+        return _bounds.selective_scan(**given, eps=_eps(self.dtype), exact=self.values == "exact")
+
+    def _smaller(self) -> Iterator[SelectiveProblem]:
+        names = ("batch", "length", "channels", "state")
+        for name in names:
+            for n in _less(getattr(self, name)):
+                change: dict[str, Any] = {name: n}
+                yield replace(self, **change)
+        if self.groups and self.groups > 1:
+            yield replace(self, groups=1)
+            yield replace(self, groups=1, channels=self.channels // self.groups)
+
+
+def _eps(dtype: str) -> float:
+    return 2.0**-53 if dtype in ("float64", "complex128") else 2.0**-24
+
+
+# --- values ------------------------------------------------------------------------------------------------------
+
+
+def _integers(random: np.random.Generator, shape: tuple[int, ...], is_complex: bool, most: int = 8) -> Array:
+    x = random.integers(-most, most + 1, shape)
+    return x + 1j * random.integers(-most, most + 1, shape) if is_complex else x
+
+
+def _normal(random: np.random.Generator, shape: tuple[int, ...], is_complex: bool, most: int = 0) -> Array:
+    del most
+    x = random.standard_normal(shape)
+    return x + 1j * random.standard_normal(shape) if is_complex else x
+
+
+def _exact_gates(random: np.random.Generator, shape: tuple[int, ...], is_complex: bool) -> Array:
+    turns = random.integers(0, 128, shape)
+    units = np.array([1, -1, 1j, -1j] if is_complex else [1, -1])
+    gates: Array = units[turns % len(units)]
+    return np.where(turns == 0, 0, gates)
+
+
+def _real_gates(random: np.random.Generator, shape: tuple[int, ...], is_complex: bool) -> Array:
+    size: Array = 1.02 * random.random(shape) ** 0.1  # mostly near 1: errors stay and grow
+    turn = random.random(shape)
+    return size * np.exp(2j * np.pi * turn) if is_complex else np.where(turn < 0.3, -size, size)
+
+
+# --- drawing -----------------------------------------------------------------------------------------------------
+
+# Neighbours of what a warp, a buffer, a tile or a chunk holds.
+EDGES = (16, 32, 64, 128, 256, 512)
+LONG = (512, 1024, 2048, 4096)
+WIDTHS = (1, 2, 3, 5, 31, 32, 33, 64, 65, 4, 8)
+
+
+@cache
+def dtypes() -> tuple[str, ...]:
+    """The item types that can be made here: bfloat16 needs ml_dtypes."""
+    bfloat16 = importlib.util.find_spec("ml_dtypes") is not None
+    return ("float32", *(["bfloat16"] * bfloat16), "float16", "float64", *COMPLEX)
+
+
+def _length(pick: Pick, whole: Whole, longest: int) -> int:
+    kind = pick(("short", "edge", "short", "edge", "edge", "edge", "edge", "long"))
+    if kind == "short":
+        return whole(1, 20)
+    if kind == "edge":
+        edges = [edge for edge in EDGES if 2 * edge <= longest]
+        return int(pick(edges)) * whole(1, 2) + whole(-1, 1)
+    return int(min(pick(LONG) + pick((0, 1, -1, 17, 300)), longest + whole(-1, 1)))
+
+
+def _draw_layout(pick: Pick, whole: Whole, axes: int, *, broadcast: bool = True) -> Layout:
+    kind = pick(("plain", "plain", "plain", "plain", "permuted", "permuted", "stepped", "stepped", "padded", "skewed"))
+    if kind == "plain" or axes == 0:
+        return Layout()
+    if kind == "skewed":
+        return Layout(skew=pick((1, 2, 4, 8)))
+    order = None
+    if kind == "permuted" or pick((False, True)):
+        left = list(range(axes))
+        order = tuple(left.pop(whole(0, len(left) - 1)) for _ in range(axes))
+    if kind == "padded":
+        return Layout(order, None, pick((1, 2, 3, 4)))
+    steps = None
+    if kind == "stepped":
+        steps = tuple(pick((1, 1, -1, 2, -3, 0) if broadcast else (1, 1, -1, 2, -3)) for _ in range(axes))
+    return Layout(order, steps)
+
+
+def _maybe(pick: Pick, whole: Whole, axes: int, *, broadcast: bool = True) -> Layout | None:
+    return _draw_layout(pick, whole, axes, broadcast=broadcast) if pick((False, True)) else None
+
+
+def _chunk(pick: Pick, length: int) -> int:
+    """At most 64 chunks."""
+    return int(max(pick((16, 20, 32, 7, 64, 100, 512)), -(-length // 64)))
+
+
+def draw_linear(
+    pick: Pick,
+    whole: Whole,
+    *,
+    dtype: Sequence[str] | None = None,
+    values: Sequence[str] = VALUES,
+    largest: int = 16384,
+    plans: int = 2,
+) -> LinearProblem:
+    """A problem of at most about `largest` items, with the plan's own choice and `plans` others."""
+    item = pick(dtypes() if dtype is None else dtype)
+    length = _length(pick, whole, min(largest, 4500))
+    budget = largest // length
+    axes = pick((1, 2, 2, 3, 3, 4, 8))
+    shape = []
+    for _ in range(axes - 1):
+        shape.append(pick([n for n in (WIDTHS if axes < 8 else (1, 2)) if n <= budget] or [1]))
+        budget //= shape[-1]
+    axis = whole(0, axes - 1)
+    shape.insert(axis, length)
+    if whole(0, 40) == 40:
+        shape[whole(0, axes - 1)] = 0
+    kind = pick(values)
+    a: Any = _draw_layout(pick, whole, axes)
+    if whole(0, 6) == 6:
+        # The square of a real gate is not exact.
+        a = pick((1.0, -1.0, 0.0) if kind == "exact" else (0.5, 0.999, -0.9))
+    b = _draw_layout(pick, whole, axes)
+    others = COMPLEX if item in COMPLEX else REAL
+    out: Any = None
+    out_dtype = pick((None, None, *(x for x in others if x in dtypes())))
+    where = pick(("none", "none", "array", "a", "b"))
+    if where == "array":
+        out = _draw_layout(pick, whole, axes, broadcast=False)
+    elif where in ("a", "b"):
+        target = {"a": a, "b": b}[where]
+        if isinstance(target, Layout) and 0 not in (target.steps or ()):
+            out, out_dtype = where, None
+    return LinearProblem(
+        seed=whole(0, 2**32 - 1),
+        shape=tuple(shape),
+        axis=axis,
+        reverse=pick((False, True)),
+        dtype=item,
+        values=kind,
+        a=a,
+        b=b,
+        h0=_maybe(pick, whole, axes - 1),
+        last=pick((True, True, False)),
+        out=out,
+        out_dtype=out_dtype,
+        plans=(Plan(), *(_linear_plan(pick, length) for _ in range(plans))),
+    )
+
+
+def _linear_plan(pick: Pick, length: int) -> Plan:
+    schedule = pick(("serial", "block", "split", "split"))
+    segments = pick((None, 1, 2, 7))
+    if schedule == "serial":
+        return Plan(schedule, segments=segments)
+    row_warps = pick((1, 2, 4, 8))
+    warps = pick([n for n in (None, 1, 2, 4, 8) if n is None or n >= row_warps])
+    chunk = _chunk(pick, length) if schedule == "split" else None
+    return Plan(schedule, pick(("rows", "time")), chunk, row_warps, warps, None, segments)
+
+
+def draw_selective(
+    pick: Pick,
+    whole: Whole,
+    *,
+    dtype: Sequence[str] | None = None,
+    values: Sequence[str] = VALUES,
+    largest: int = 32768,
+    plans: int = 2,
+) -> SelectiveProblem:
+    """A problem of at most about `largest` states over all steps, with the plan's own choice and `plans` others."""
+    item = pick([x for x in dtypes() if x in REAL and (dtype is None or x in dtype)])
+    state = pick((4, 16, 1, 2, 3, 5, 8, 17, 24, 64, 65))
+    length = _length(pick, whole, min(600, max(64, largest // state)))
+    budget = max(1, largest // (state * length))
+    batch = pick([n for n in (1, 2, 3) if n <= budget])
+    per_group = pick([n for n in WIDTHS if n <= max(1, budget // batch)])
+    groups = pick([n for n in (1, 1, 2, 3) if n * per_group <= max(1, budget // batch)])
+    channels = per_group * groups
+    is_complex = item != "float64" and whole(0, 5) == 5
+    kind = pick(values)
+    constant = pick(("", "", "", "B", "C", "BC"))
+    groups_axis = groups if groups > 1 else pick((None, 1))
+    couple_axes = {name: 2 if name in constant else 3 + (groups_axis is not None) for name in "BC"}
+    softplus = kind != "exact" and pick((False, True))
+    limits = (None, (0.0, 1.0)) if kind == "exact" else (None, None, (0.01, 0.5), (0.0, float("inf")))
+    problem = SelectiveProblem(
+        seed=whole(0, 2**32 - 1),
+        batch=batch,
+        length=length,
+        channels=channels,
+        state=state,
+        groups=groups_axis,
+        constant=constant,
+        dtype=item,
+        complex=is_complex,
+        wide=() if item == "float64" else pick(((), ("delta",), ("B", "C"), ("C",), ("delta", "B", "C"))),
+        parameters=pick([x for x in dtypes() if x in REAL]),
+        values=kind,
+        layout=pick(("bld", "bdl")),
+        u=_draw_layout(pick, whole, 3),
+        # The exact deltas hold the bias in them, so no channel may be another's copy.
+        delta=_draw_layout(pick, whole, 3, broadcast=kind != "exact"),
+        A=_draw_layout(pick, whole, 2),
+        B=_draw_layout(pick, whole, couple_axes["B"]),
+        C=_draw_layout(pick, whole, couple_axes["C"]),
+        D=_maybe(pick, whole, 1),
+        z=_maybe(pick, whole, 3),
+        delta_bias=_maybe(pick, whole, 1),
+        h0=_maybe(pick, whole, 3),
+        softplus=softplus,
+        limit=pick(limits),
+        reverse=pick((False, True)),
+        last=pick((True, True, False)),
+        out=_draw_layout(pick, whole, 3, broadcast=False) if whole(0, 4) == 4 else None,
+        out_dtype=pick((None, None, *(x for x in dtypes() if x in REAL))),
+    )
+    if largest >= 1024 and whole(0, 5) == 5:
+        problem = _usual(pick, whole, problem)
+    if whole(0, 40) == 40:
+        none: dict[str, Any] = {pick(("batch", "length", "channels", "state")): 0}
+        problem = replace(problem, **none)
+        if problem.channels == 0 and problem.groups is not None:
+            problem = replace(problem, groups=1)
+    return replace(problem, plans=(Plan(), *(_selective_plan(pick, problem) for _ in range(plans))))
+
+
+def _usual(pick: Pick, whole: Whole, problem: SelectiveProblem) -> SelectiveProblem:
+    """What kernels have short cuts for: contiguous arrays of one type, whole tiles of channels and states."""
+    channels, state = pick((32, 32, 64)) * (problem.groups or 1), pick((16, 8, 16, 8, 64))
+    arrays = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "h0")
+    change: dict[str, Any] = {name: _plain(getattr(problem, name)) for name in arrays}
+    length = whole(80, max(80, min(200, 2**16 // (channels * state))))
+    change |= {"batch": 1, "length": length, "channels": channels, "state": state}
+    return replace(problem, wide=(), limit=None, out=None, out_dtype=None, **change)
+
+
+def _selective_plan(pick: Pick, problem: SelectiveProblem) -> Plan:
+    state_item = "complex64" if problem.complex else accumulation(problem.dtype)
+    states = _plan.states_a_thread(state_item, not problem.constant, problem.state)
+    time_B, time_C = ("B" not in problem.constant, "C" not in problem.constant)
+    kind = _plan.SelectiveKind(problem.dtype, problem.complex, False, time_B, time_C, states)  # noqa: FBT003
+    tiles = _plan.selective_tiles(kind)
+    schedule = pick(("serial", "split"))
+    chunk = _chunk(pick, problem.length) if schedule == "split" else None
+    return Plan(schedule, chunk=chunk, tile=pick(tiles), segments=pick((None, 1, 2, 7)))

@@ -1,0 +1,141 @@
+"""The fuzzer finds planted faults, makes them small, and tells what it did."""
+
+import json
+import random
+import re
+
+import mutation
+import numpy as np
+import pytest
+
+import cuscan
+from cuscan import __main__, _source, reference
+from cuscan.testing import Host, LinearProblem, Numpy, fuzz, host, problems
+
+try:
+    host.compiler()
+except host.CompileError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+def test_a_run_on_numpy_passes_and_is_recorded(tmp_path, capsys):
+    record = tmp_path / "record.json"
+    arguments = ["fuzz", "--on", "numpy", "--problems", "60", "--seed", "7", "--record", str(record)]
+    assert __main__.main(arguments) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^60 problems in [\d.]+ s, \d+ a second, none fails$", told, re.MULTILINE)
+    facts = json.loads(record.read_text())
+    assert (facts["problems"], facts["seed"], facts["on"], facts["mismatches"]) == (60, 7, "numpy", [])
+    assert facts["kernels"] == _source.digest()
+    functions = {name: sum(facts["kinds"].get(f"{name}: {values}", 0) for values in problems.VALUES)
+                 for name in ("linear_scan", "selective_scan")}  # fmt: skip
+    assert sum(functions.values()) == 60
+    assert min(functions.values()) > 15
+
+
+def test_problems_depend_on_seed_and_number_alone():
+    first = [fuzz.draw(3, i) for i in range(20)]
+    assert [fuzz.draw(3, i) for i in reversed(range(20))][::-1] == first
+    assert len({repr(problem) for problem in first}) == 20
+    assert fuzz.draw(4, 0) != first[0]
+
+
+@pytest.fixture
+def broken_reverse(monkeypatch):
+    """In reverse, more than 20 steps: the 21st is off by one."""
+    right = reference.linear_scan
+
+    def linear_scan(a, b, h0, out, *, axis, reverse, **options):
+        last = right(a, b, h0, out, axis=axis, reverse=reverse, **options)
+        if reverse and b.shape[axis] > 20:
+            np.moveaxis(out, axis, 0)[20] += 1
+        return last
+
+    monkeypatch.setattr(reference, "linear_scan", linear_scan)
+
+
+@pytest.mark.usefixtures("broken_reverse")
+def test_a_fault_is_found_shrunk_and_shown_as_python(capsys, tmp_path):
+    record = tmp_path / "record.json"
+    arguments = ["fuzz", "--on", "numpy", "--problems", "500", "--seed", "1", "--record", str(record)]
+    assert __main__.main(arguments) == 1
+    expected = (
+        "from cuscan.testing import LinearProblem, Numpy\n\nLinearProblem(shape=(21,), reverse=True).check(Numpy())"
+    )
+    assert expected in capsys.readouterr().out
+    assert json.loads(record.read_text())["mismatches"] == [expected]
+    with pytest.raises(AssertionError, match="1 of 21 elements"):
+        exec(expected, {})
+
+
+@pytest.mark.usefixtures("broken_reverse")
+def test_shrinking_keeps_the_type_of_error():
+    problem = LinearProblem(shape=(3, 40), axis=1, reverse=True, dtype="float64")
+    assert isinstance(fuzz.error_of(problem, Numpy()), AssertionError)
+    assert fuzz.shrink(problem, Numpy()) == LinearProblem(shape=(21,), reverse=True)
+
+
+def test_an_error_of_the_library_is_a_failure(monkeypatch):
+    monkeypatch.setattr(reference, "selective_scan", lambda *_, **__: 1 / 0)
+    told = []
+    assert not fuzz.run(told.append, on="numpy", count=50, seed=0)
+    assert "ZeroDivisionError" in told[-2]
+    assert re.search(r"^SelectiveProblem\(.*\).check\(Numpy\(\)\)$", told[-2], re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("combine(Affine<S> earlier, Affine<S> later)", "combine(Affine<S> later, Affine<S> earlier)"),
+        ("__syncthreads();", ";"),
+    ],
+)
+def test_a_fault_in_a_kernel_is_found(right, wrong, tmp_path, monkeypatch):
+    for path in _source.folder().iterdir():
+        (tmp_path / path.name).write_text(path.read_text().replace(right, wrong))
+    monkeypatch.setattr(_source, "folder", lambda: tmp_path)
+    _source.linear_source.cache_clear()
+    executor, source = Host(), random.Random(0)
+    drawn = (problems.draw_linear(source.choice, source.randint, dtype=("float32",), largest=2000) for _ in range(40))
+    found = next(problem for problem in drawn if fuzz.error_of(problem, executor) is not None)
+    small = fuzz.shrink(found, executor, seconds=10)
+    _source.linear_source.cache_clear()
+    assert small.b == small.a == problems.Layout()
+    assert len(small.shape) == 1
+
+
+@pytest.mark.full
+def test_a_run_on_the_cpu_executor():
+    assert fuzz.run(print, on="host", count=300, seed=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("problems_of", [mutation.linear_problems, mutation.selective_problems])
+def test_what_mutants_are_tried_on_passes_without_a_fault(problems_of):
+    executors = [Host(), Host(order="random", seed=1)]
+    for number, problem in enumerate(problems_of()):
+        problem.check(executors[number % 2])
+
+
+def test_mutants_are_the_same_every_time_and_of_all_kinds():
+    mutants = set(mutation.all_mutants())
+    assert {mutant.kind for mutant in mutants} == {kind for kind, _, _ in mutation.RULES}
+    for mutant in mutants:
+        line = (_source.folder() / mutant.file).read_text().splitlines()[mutant.number - 1]
+        assert mutant.before in line
+        assert mutant.after != mutant.before
+    for file, quota in mutation.quotas(140).items():
+        first = list(mutation.chosen(file, 0))
+        assert first == list(mutation.chosen(file, 0))
+        assert len(first) >= quota or file == "operators.cuh"
+
+
+def test_a_case_names_what_it_uses():
+    problem = fuzz.draw(
+        0, next(i for i in range(1000) if "tile" in repr(fuzz.draw(0, i)) and "inf" in repr(fuzz.draw(0, i)))
+    )
+    scope = {}
+    exec(fuzz.paste(problem, Host()).rpartition("\n")[0], scope)
+    assert {"SelectiveTile", "inf", "Host", "SelectiveProblem"} <= set(scope)
+    assert eval(repr(problem), scope) == problem
+    assert cuscan.selective_scan is problem.function
