@@ -5,8 +5,8 @@
 The faults are mechanical and seeded: a barrier dropped, an index shifted, operands swapped, a bound or a constant
 changed, a guard dropped, a statement left out. Each mutant runs `problems_for` its file in checked mode (those of
 activations.cuh the tests of its functions before) until one fails, in a process of its own, because a wild write or an
-endless loop is a result too. Mutants that do not compile do not count. tests/mutation.json records the score; it keeps
-what is said there about the survivors.
+endless loop is a result too. Mutants that do not compile do not count. bench/results/mutation.json records the score;
+it keeps what is said there about the survivors.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from cuscan import _source
 from cuscan.testing import Host, Plan, fuzz, host, problems
 from cuscan.testing.host import HostModules, _build
 
-RECORD = Path(__file__).with_suffix(".json")
+RECORD = Path(__file__).parent.parent / "bench" / "results" / "mutation.json"
 SECONDS = 400  # a mutant
 FILES = (
     "operators.cuh", "warp_scan.cuh", "activations.cuh", "selective_tile.cuh", "selective_scan.cu", "item_types.cuh",

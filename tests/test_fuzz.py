@@ -130,6 +130,15 @@ def test_mutants_are_the_same_every_time_and_of_all_kinds():
         assert len(first) >= quota or file == "operators.cuh"
 
 
+def test_the_record_of_mutants_adds_up_and_explains_every_survivor():
+    record = json.loads(mutation.RECORD.read_text())
+    assert record == mutation.summed(record["files"])
+    assert record["score"] >= 0.95
+    assert set(record["files"]) <= set(mutation.FILES)
+    unexplained = [each for file in record["files"].values() for each in file["survivors"] if not each["because"]]
+    assert unexplained == []
+
+
 def test_a_case_names_what_it_uses():
     problem = fuzz.draw(
         0, next(i for i in range(1000) if "tile" in repr(fuzz.draw(0, i)) and "inf" in repr(fuzz.draw(0, i)))
