@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ._arrays import ITEM_CODE, Array, Place, accumulation, item_name
-from ._plan import Lanes, LinearPlan, SelectiveKind, SelectivePlan, plan_linear_summaries, selective_tiles
+from ._plan import ITEM_BYTES, Lanes, LinearPlan, SelectiveKind, SelectivePlan, plan_linear_summaries, selective_tiles
 from ._source import (
     LINEAR_ARRAY,
     LINEAR_TAIL,
@@ -59,7 +59,7 @@ class Rows:
 
     def packed(self, chunk: int, item: str) -> bytes:
         """The argument's fields; packs are of items of type `item`."""
-        size = _ITEM_BYTES[self.item]
+        size = ITEM_BYTES[self.item]
         # Packs are 16 consecutive bytes; in reverse the first step is the highest item of one.
         lowest = self.start if self.time > 0 else self.start - (16 - size)
         packs = (
@@ -72,7 +72,6 @@ class Rows:
         return struct.pack(LINEAR_ARRAY, self.start, self.time, *_pad(self.rows), packs)
 
 
-_ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
 _NOWHERE = Rows(0, 0, ())
 
 
@@ -188,20 +187,16 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
     batch, length, channels = call.u.shape
     state = call.A.shape[1]
     kind, tile = call.kind, plan.fit.tile
-    state_dtype = np.dtype(kind.state)
-    time_fast = kind.time_fast
-    real = np.dtype(kind.real)
-
-    item = kind.item
+    item, real, state_dtype = kind.item, np.dtype(kind.real), np.dtype(kind.state)
 
     def sequence(x: Array | None, item: str) -> tuple[int, ...]:
         return _NO_SEQUENCE if x is None else _sequence(place, x, item, time_step, plan, call)
 
     scratch = None
     if plan.slices > 1:
-        shape = (batch, channels, length) if time_fast else (batch, length, channels)
+        shape = (batch, channels, length) if kind.time_fast else (batch, length, channels)
         scratch = place.allocate(shape, real)
-        scratch = scratch.transpose(0, 2, 1) if time_fast else scratch
+        scratch = scratch.transpose(0, 2, 1) if kind.time_fast else scratch
     summary_gate = seed = 0
     if plan.chunks > 1:
         summaries = [place.allocate((batch, plan.chunks, state, channels), state_dtype) for _ in range(2)]
@@ -294,7 +289,7 @@ def _sequence(
     length, channels = x.shape[1], x.shape[2]
     start = place.pointer(x) + (0 if time_step > 0 else (length - 1) * time)
     time *= time_step
-    size = _ITEM_BYTES[item]
+    size = ITEM_BYTES[item]
     if call.kind.time_fast:
         vector = _is_vector(start, time, (batch, channel), size, length % 2 == 0 and plan.order.chunk % 2 == 0)
     else:

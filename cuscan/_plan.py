@@ -230,7 +230,7 @@ CHUNK_STEPS = 32  # chunks are whole tiles of every instantiation
 # --- selective_scan ----------------------------------------------------------------------------------------------
 
 
-_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8}
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
 
 
 @dataclass(frozen=True)
@@ -257,17 +257,17 @@ class SelectiveKind:
     @property
     def item_bytes(self) -> int:
         """Bytes of an item of u."""
-        return _BYTES[self.item]
+        return ITEM_BYTES[self.item]
 
     @property
     def real_bytes(self) -> int:
         """Bytes of `real`."""
-        return _BYTES[self.real]
+        return ITEM_BYTES[self.real]
 
     @property
     def state_bytes(self) -> int:
         """Bytes of `state`."""
-        return _BYTES[self.state]
+        return ITEM_BYTES[self.state]
 
 
 @dataclass(frozen=True)
@@ -313,10 +313,6 @@ _TILES = {
 _OTHER_TILES = {1: (SelectiveTile(1, 4, 32, 16, 1),), 4: (SelectiveTile(4, 4, 32, 16, 1),)}
 
 
-def _usual(kind: SelectiveKind) -> bool:
-    return kind.state == "float32" and kind.time_B and kind.time_C
-
-
 def states_a_thread(state_item: str, both_vary: bool, state: int) -> int:
     """States that a thread has: a divisor of the state, so that all of them exist."""
     if state % 8 == 0 and state >= 64 and state_item == "float32" and both_vary:
@@ -331,7 +327,8 @@ def has_time_fast(item: str, is_complex: bool, both_vary: bool) -> bool:
 
 def selective_tiles(kind: SelectiveKind) -> tuple[SelectiveTile, ...]:
     """The instantiations of a kind, those that fit every chip first. Summaries use the first."""
-    return (_TILES if _usual(kind) else _OTHER_TILES)[kind.states]
+    usual = has_time_fast(kind.item, kind.complex, kind.time_B and kind.time_C)
+    return (_TILES if usual else _OTHER_TILES)[kind.states]
 
 
 def selective_kinds() -> list[SelectiveKind]:
@@ -341,8 +338,8 @@ def selective_kinds() -> list[SelectiveKind]:
         for is_complex in (False, True) if item != "float64" else (False,):
             for time_B in (True, False):
                 for time_C in (True, False):
-                    usual = item != "float64" and not is_complex and time_B and time_C
-                    for time_fast in (False, True) if has_time_fast(item, is_complex, time_B and time_C) else (False,):
+                    usual = has_time_fast(item, is_complex, time_B and time_C)
+                    for time_fast in (False, True) if usual else (False,):
                         kinds += [
                             SelectiveKind(item, is_complex, time_fast, time_B, time_C, states)
                             for states in (_TILES if usual else _OTHER_TILES)
