@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 
 
 def hypothesis() -> ModuleType:
     """The module."""
     try:
-        import hypothesis
-        import hypothesis.strategies
+        importlib.import_module("hypothesis.strategies")
+        return importlib.import_module("hypothesis")
     except ImportError as error:
         raise ImportError("strategies and laws need Hypothesis: pip install hypothesis") from error
-    return hypothesis
