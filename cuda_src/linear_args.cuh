@@ -1,5 +1,6 @@
 // The one argument of every linear_scan kernel. _launch.py packs the same fields in the same order.
 #pragma once
+#include "step_marks.cuh"
 
 constexpr int kRowDims = 6;  // row axes after neighbours that can be one are merged; the last varies fastest
 
@@ -22,4 +23,9 @@ struct LinearArgs {
   long long summary_row, summary_chunk;  // strides of the summaries, in items
   int row_dims, output_code;
   int row_warps;  // warps that share a row; divides the warps of a block
+  // With segments, and else not read:
+  LinearArray marks;              // its `time` is not used
+  const int* ids;                 // the sequence of each position; null if the rows are not packed. Where they are,
+                                  // `time` of initial and last goes from sequence to sequence
+  unsigned char* summary_resets;  // indexed like the other summaries
 };

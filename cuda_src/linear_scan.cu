@@ -1,6 +1,7 @@
 // linear_scan: h[t] = a[t] * h[t-1] + b[t] along one axis of an array, any number of rows beside it.
 //
-// Two kernels, each a template over the item type and over what it leaves behind:
+// Two kernels, each a template over the item type, over what it leaves behind, and over whether there are segments
+// (mask, reset, packed sequences):
 //
 //   rows   the lanes of a warp own 32 neighbouring rows and walk time, each thread kSteps steps at once.
 //          For rows that lie side by side in memory.
@@ -24,6 +25,7 @@
 // negative stride.
 #include "linear_args.cuh"
 #include "operators.cuh"
+#include "step_marks.cuh"
 #include "tile_io.cuh"
 #include "warp_scan.cuh"
 
@@ -41,14 +43,25 @@ __device__ __forceinline__ long long divide(long long x, long long y, long long&
   return quotient;
 }
 
+template <class S, bool kSegmented>
+struct MapOf {
+  using type = Affine<S>;
+};
+template <class S>
+struct MapOf<S, true> {
+  using type = Segmented<S>;
+};
+
 // One row of every array, at position 0.
 struct LinearRow {
   const char *gate, *input, *initial;
   char *output, *last;
+  const char* marks;
 };
 
 __device__ __forceinline__ LinearRow locate_row(const LinearArgs& args, long long row) {
-  LinearRow at = {args.gate.start, args.input.start, args.initial.start, args.output.start, args.last.start};
+  LinearRow at = {args.gate.start,   args.input.start, args.initial.start,
+                  args.output.start, args.last.start,  args.marks.start};
 #pragma unroll 1
   for (int d = args.row_dims - 1; d >= 0; --d) {
     long long i = row;
@@ -58,6 +71,7 @@ __device__ __forceinline__ LinearRow locate_row(const LinearArgs& args, long lon
     at.initial += i * args.initial.row[d];
     at.output += i * args.output.row[d];
     at.last += i * args.last.row[d];
+    at.marks += i * args.marks.row[d];
   }
   return at;
 }
@@ -71,22 +85,34 @@ __device__ __forceinline__ complex<double> constant_gate(const LinearArgs& args,
   return {args.gate64[0], args.gate64[1]};
 }
 
-// The one place where a step is formed. A step that does not exist (the tail of a tile) is the identity, by
+// The one place where a step is formed. One that does not exist (the tail of a tile) or is masked is the identity, by
 // selection: whatever was read for it does not enter.
 template <class T, class S>
-__device__ __forceinline__ Affine<S> make_step(const LinearArgs& args, T gate, T input, bool exists) {
+__device__ __forceinline__ Affine<S> make_step(const LinearArgs& args, T gate, T input, bool counts) {
   Affine<S> step = {args.gate.start ? S(widen(gate)) : constant_gate(args, S()), widen(input)};
-  return exists ? step : Affine<S>::identity();
+  return counts ? step : Affine<S>::identity();
+}
+
+// What enters the packed sequence that starts at a position, and where what leaves one goes.
+template <class S>
+__device__ __forceinline__ S sequence_initial(const LinearArgs& args, const LinearRow& at, long long position) {
+  return load_item<S>(at.initial + args.ids[position] * args.initial.time);
+}
+template <class S>
+__device__ __forceinline__ void store_sequence_last(const LinearArgs& args, const LinearRow& at, long long position,
+                                                    S state) {
+  *reinterpret_cast<S*>(at.last + args.ids[position] * args.last.time) = state;
 }
 
 // The state that enters a chunk: h0 before the first one, what its predecessor leaves before another. Without h0 the
 // first state is the first input as it is: its gate counts as 0, whatever it holds, and -0 changes no input's bits.
-template <class S>
+template <class S, bool kSegmented>
 __device__ __forceinline__ S entering_state(const LinearArgs& args, const LinearRow& at, long long row,
                                             long long chunk) {
   if (chunk > 0)
     return reinterpret_cast<const S*>(args.summary_input)[row * args.summary_row + (chunk - 1) * args.summary_chunk];
-  return args.initial.start ? load_item<S>(at.initial) : Scalar<S>::negative_zero();
+  // The states that enter packed sequences do so where they start.
+  return args.initial.start && !(kSegmented && args.ids) ? load_item<S>(at.initial) : Scalar<S>::negative_zero();
 }
 
 template <class S>
@@ -95,16 +121,23 @@ __device__ __forceinline__ void store_summary(const LinearArgs& args, long long 
   reinterpret_cast<S*>(args.summary_gate)[i] = map.gate;
   reinterpret_cast<S*>(args.summary_input)[i] = map.input;
 }
+template <class S>
+__device__ __forceinline__ void store_summary(const LinearArgs& args, long long row, long long chunk,
+                                              Segmented<S> map) {
+  store_summary(args, row, chunk, Affine<S>{map.gate, map.input});
+  args.summary_resets[row * args.summary_row + chunk * args.summary_chunk] = map.resets;
+}
 
 // What goes from tile to tile: the state that enters the next one or, with kSummarise, the map of those so far.
-template <class S, bool kSummarise>
+template <class Map, bool kSummarise>
 struct Carry {
+  using S = typename Map::State;
   S state = Scalar<S>::zero();
-  Affine<S> map = Affine<S>::identity();
+  Map map = Map::identity();
   bool empty = true;  // no part yet, and no map
 
   // Takes in the next part of the row.
-  __device__ __forceinline__ void add(Affine<S> part) {
+  __device__ __forceinline__ void add(Map part) {
     if (kSummarise) {
       map = empty ? part : combine(map, part);
       empty = false;
@@ -113,7 +146,7 @@ struct Carry {
     }
   }
   // Takes in the parts of a tile, `stride` maps apart, and returns the state that enters the one of `warp_in_row`.
-  __device__ __forceinline__ S add_all(const Affine<S>* parts, int stride, int row_warps, int warp_in_row) {
+  __device__ __forceinline__ S add_all(const Map* parts, int stride, int row_warps, int warp_in_row) {
     S entering = state;
     for (int w = 0; w < row_warps; ++w) {
       if (w == warp_in_row) entering = state;
@@ -131,6 +164,7 @@ template <class T>
 struct Steps {
   static constexpr int kSteps = 32 / sizeof(typename Accumulated<T>::type);
   T gate[kSteps], input[kSteps];
+  StepMarks word;  // where the first step's marks are
 
   // Starts loading the first `steps` steps; `real`: is there a row for every lane, and for this one?
   __device__ __forceinline__ void start(const LinearArgs& args, const char* gate_at, const char* input_at, int steps,
@@ -151,11 +185,12 @@ struct Steps {
   }
 };
 
-template <class T, bool kSummarise>
+template <class T, bool kSummarise, bool kSegmented>
 __device__ __forceinline__ void linear_rows(const LinearArgs& args) {
   using S = typename Accumulated<T>::type;
+  using Map = typename MapOf<S, kSegmented>::type;
   constexpr int kSteps = Steps<T>::kSteps;
-  __shared__ Affine<S> maps[2][kMostWarps][32];
+  __shared__ Map maps[2][kMostWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int slot = warp / args.row_warps, warp_in_row = warp % args.row_warps;
   const int slots = blockDim.x / 32 / args.row_warps;
@@ -174,31 +209,42 @@ __device__ __forceinline__ void linear_rows(const LinearArgs& args) {
     const long long begin = chunk * args.chunk;
     const long long end = begin + args.chunk < args.length ? begin + args.chunk : args.length;
     const LinearRow at = locate_row(args, row);
-    Carry<S, kSummarise> carry;
-    if (!kSummarise && real) carry.state = entering_state<S>(args, at, row, chunk);
+    Carry<Map, kSummarise> carry;
+    if (!kSummarise && real) carry.state = entering_state<S, kSegmented>(args, at, row, chunk);
 
     auto steps_at = [&](long long base) {
       const long long left = end - base - (long long)warp_in_row * kSteps;
       return left < 0 ? 0 : left < kSteps ? (int)left : kSteps;
     };
+    const StepMarks* marks_row = reinterpret_cast<const StepMarks*>(at.marks);
     auto start = [&](Steps<T>& steps, long long base) {
       const long long position = base + (long long)warp_in_row * kSteps;
       steps.start(args, at.gate + position * args.gate.time, at.input + position * args.input.time, steps_at(base),
                   all_real, real);
+      if (kSegmented && steps_at(base) > 0) steps.word = marks_row[position / kMarkSteps];
     };
-    auto first_step = [&](const Steps<T>& raw, long long base, bool exists) {
-      Affine<S> step = make_step<T, S>(args, raw.gate[0], raw.input[0], exists);
-      if (base == 0 && warp_in_row == 0 && !args.initial.start) step.gate = Scalar<S>::zero();
-      return step;
+    // A sequence that starts from its h0 takes that into its first step, and forgets the rest.
+    auto step_of = [&](const Steps<T>& raw, const StepMarks& marks, long long position, int s, int steps) -> Map {
+      const bool counts = s < steps && !(kSegmented && marks.masked >> s & 1);
+      Affine<S> step = make_step<T, S>(args, raw.gate[s], raw.input[s], counts);
+      if constexpr (kSegmented) {
+        if (marks.starts >> s & 1) step.input = apply(step, sequence_initial<S>(args, at, position + s));
+        return {step.gate, step.input, (marks.resets | marks.starts) >> s & 1};
+      } else {
+        if (s == 0 && position == 0 && !args.initial.start) step.gate = Scalar<S>::zero();
+        return step;
+      }
     };
     auto process = [&](const Steps<T>& raw, long long base) {
       const int steps = steps_at(base);
+      const long long position = base + (long long)warp_in_row * kSteps;
+      StepMarks marks;
+      if constexpr (kSegmented) marks = marks_from(raw.word, marks_row, position, steps);
       S entering = carry.state;
       if (args.row_warps > 1 || kSummarise) {
-        Affine<S> own = first_step(raw, base, steps > 0);
+        Map own = step_of(raw, marks, position, 0, steps);
 #pragma unroll
-        for (int s = 1; s < kSteps; ++s)
-          own = combine(own, make_step<T, S>(args, raw.gate[s], raw.input[s], s < steps));
+        for (int s = 1; s < kSteps; ++s) own = combine(own, step_of(raw, marks, position, s, steps));
         if (args.row_warps > 1) {
           maps[parity][warp][lane] = own;
           __syncthreads();
@@ -211,15 +257,17 @@ __device__ __forceinline__ void linear_rows(const LinearArgs& args) {
       if (kSummarise) return;
       S states[kSteps];
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s)
-        states[s] = entering = apply(
-            s == 0 ? first_step(raw, base, steps > 0) : make_step<T, S>(args, raw.gate[s], raw.input[s], s < steps),
-            entering);
+      for (int s = 0; s < kSteps; ++s) states[s] = entering = apply(step_of(raw, marks, position, s, steps), entering);
       if (args.row_warps == 1) carry.state = entering;
       // The identity steps of a tail leave the state as it is, so this is h[length - 1] to the bit.
-      if (args.last.start && real && steps > 0 && end == args.length &&
+      if (args.last.start && !(kSegmented && args.ids) && real && steps > 0 && end == args.length &&
           base + (long long)(warp_in_row + 1) * kSteps >= end)
         *reinterpret_cast<S*>(at.last) = entering;
+      if (kSegmented && args.last.start && real && marks.ends) {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s)
+          if (marks.ends >> s & 1) store_sequence_last(args, at, position + s, states[s]);
+      }
       char* to = at.output + (base + (long long)warp_in_row * kSteps) * args.output.time;
       if (args.output_code == kItemCode<T> && all_real && steps == kSteps) {
 #pragma unroll
@@ -308,10 +356,10 @@ __device__ __forceinline__ void store_states(const LinearArgs& args, char* to, i
   }
 }
 
-template <class T, bool kSummarise>
+template <class T, bool kSummarise, bool kSegmented>
 __device__ __forceinline__ void linear_time(const LinearArgs& args) {
   using S = typename Accumulated<T>::type;
-  using Map = Affine<S>;
+  using Map = typename MapOf<S, kSegmented>::type;
   constexpr int kItems = Pack<T>::kItems, kApart = Packs<T>::kApart, kRounds = Packs<T>::kRounds;
   __shared__ Map maps[2][kMostWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -329,8 +377,8 @@ __device__ __forceinline__ void linear_time(const LinearArgs& args) {
     long long end = begin + args.chunk < args.length ? begin + args.chunk : args.length;
     if (!real) end = begin;
     const LinearRow at = locate_row(args, row);
-    Carry<S, kSummarise> carry;
-    if (!kSummarise && real) carry.state = entering_state<S>(args, at, row, chunk);
+    Carry<Map, kSummarise> carry;
+    if (!kSummarise && real) carry.state = entering_state<S, kSegmented>(args, at, row, chunk);
 
     for (long long base = begin; base < begin + args.chunk; base += tile, parity ^= 1) {
       const long long position = base + (warp_in_row * kRounds * 32 + lane) * kItems;
@@ -339,18 +387,53 @@ __device__ __forceinline__ void linear_time(const LinearArgs& args) {
       Packs<T> gates, inputs;
       if (args.gate.start) gates.start(args.gate, at.gate + position * args.gate.time, left);
       inputs.start(args.input, at.input + position * args.input.time, left);
+      StepMarks marks = {0, 0, 0, 0};  // bit r * kItems + v
+      if constexpr (kSegmented) {
+        // One look of the whole warp, together with the items, tells whether anything is special at all.
+        const StepMarks* row_marks = reinterpret_cast<const StepMarks*>(at.marks);
+        const long long word = (position - lane * kItems) / kMarkSteps + lane;
+        static_assert(kRounds * kApart / kMarkSteps + 1 <= 32, "a word a lane");
+        bool special = false;
+        if (word * kMarkSteps < end && lane <= kRounds * kApart / kMarkSteps) {
+          const StepMarks seen = row_marks[word];
+          special = seen.masked | seen.resets | seen.starts | seen.ends;
+        }
+        if (__any_sync(kFullMask, special)) {
+#pragma unroll 1
+          for (int r = 0; r < kRounds; ++r) {
+            const int steps = left - r * kApart < kItems ? left - r * kApart : kItems;
+            const StepMarks of_pack = marks_of(row_marks, position + r * kApart, steps);
+            marks.masked |= of_pack.masked << r * kItems;
+            marks.resets |= of_pack.resets << r * kItems;
+            marks.starts |= of_pack.starts << r * kItems;
+            marks.ends |= of_pack.ends << r * kItems;
+          }
+        }
+      }
       if (args.gate.start) gates.settle(args.gate, left);
       inputs.settle(args.input, left);
 
-      Map step[kRounds][kItems], before[kRounds], total[kRounds], warp_map;
+      Affine<S> step[kRounds][kItems];
+      Map before[kRounds], total[kRounds], warp_map;
+      auto map_of = [&](int r, int v) -> Map {
+        if constexpr (kSegmented)
+          return {step[r][v].gate, step[r][v].input, (marks.resets | marks.starts) >> (r * kItems + v) & 1};
+        else
+          return step[r][v];
+      };
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
         Map own;
 #pragma unroll
         for (int v = 0; v < kItems; ++v) {
-          step[r][v] = make_step<T, S>(args, gates.pack[r].item[v], inputs.pack[r].item[v], r * kApart + v < left);
-          if (r == 0 && v == 0 && position == 0 && !args.initial.start) step[r][v].gate = Scalar<S>::zero();
-          own = v == 0 ? step[r][v] : combine(own, step[r][v]);
+          const long long here = position + r * kApart + v;
+          const bool counts = r * kApart + v < left && !(kSegmented && marks.masked >> (r * kItems + v) & 1);
+          step[r][v] = make_step<T, S>(args, gates.pack[r].item[v], inputs.pack[r].item[v], counts);
+          if (!kSegmented && r == 0 && v == 0 && position == 0 && !args.initial.start)
+            step[r][v].gate = Scalar<S>::zero();
+          if (kSegmented && marks.starts >> (r * kItems + v) & 1)
+            step[r][v].input = apply(step[r][v], sequence_initial<S>(args, at, here));
+          own = v == 0 ? map_of(r, v) : combine(own, map_of(r, v));
         }
         const Map inclusive = warp_inclusive_scan(own, lane);
         before[r] = from_lane_below(inclusive, 1);
@@ -371,16 +454,24 @@ __device__ __forceinline__ void linear_time(const LinearArgs& args) {
       for (int r = 0; r < kRounds; ++r) {
         S running = lane == 0 ? entering : apply(before[r], entering);
 #pragma unroll
-        for (int v = 0; v < kItems; ++v) state[r][v] = running = apply(step[r][v], running);
+        for (int v = 0; v < kItems; ++v) state[r][v] = running = apply(map_of(r, v), running);
         entering = apply(total[r], entering);
       }
       store_states<T>(args, at.output + position * args.output.time, left, state);
-      if (args.last.start && end == args.length && base + tile >= end) {
+      if (args.last.start && !(kSegmented && args.ids) && end == args.length && base + tile >= end) {
 #pragma unroll
         for (int r = 0; r < kRounds; ++r)
 #pragma unroll
           for (int v = 0; v < kItems; ++v)
             if (r * kApart + v == left - 1) *reinterpret_cast<S*>(at.last) = state[r][v];
+      }
+      if (kSegmented && args.last.start) {
+#pragma unroll
+        for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+          for (int v = 0; v < kItems; ++v)
+            if (marks.ends >> (r * kItems + v) & 1)
+              store_sequence_last(args, at, position + r * kApart + v, state[r][v]);
       }
     }
     if (kSummarise && real && lane == 0 && warp_in_row == 0) store_summary(args, row, chunk, carry.map);

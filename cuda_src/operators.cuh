@@ -26,3 +26,25 @@ template <class S>
 __device__ __forceinline__ S apply(Affine<S> map, S state) {
   return multiply_add(map.gate, state, map.input);
 }
+
+// A map that may forget: with `resets`, what enters is zero, whatever it is. It is hidden by selection, because
+// gate * state would let NaN through. The gate is then never used.
+template <class S>
+struct Segmented {
+  using State = S;
+  S gate, input;
+  unsigned resets;  // 0 or 1
+
+  static __device__ __forceinline__ Segmented identity() { return {Scalar<S>::one(), Scalar<S>::zero(), 0u}; }
+};
+
+template <class S>
+__device__ __forceinline__ Segmented<S> combine(Segmented<S> earlier, Segmented<S> later) {
+  const Affine<S> both = combine(Affine<S>{earlier.gate, earlier.input}, Affine<S>{later.gate, later.input});
+  return later.resets ? later : Segmented<S>{both.gate, both.input, earlier.resets};
+}
+
+template <class S>
+__device__ __forceinline__ S apply(Segmented<S> map, S state) {
+  return map.resets ? map.input : apply(Affine<S>{map.gate, map.input}, state);
+}

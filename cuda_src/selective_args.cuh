@@ -2,6 +2,7 @@
 // Strides are in bytes; an axis that an array lacks has stride 0. In reverse, `start` is the last step and the time
 // strides are negated, so that the kernel only knows the direction of the scan.
 #pragma once
+#include "step_marks.cuh"
 
 // (batch, length, channels): u, delta, z, output.
 struct SequenceArray {
@@ -36,4 +37,10 @@ struct SelectiveArgs {
   int adds_to_partial_sum, leaves_partial_sum;
   int softplus, limited;
   int plain;  // everything that is there is vectors, one slice, no limits
+  // With segments, and else not read.
+  const StepMarks* marks;  // (batch, words), or one row for all; null if nothing is special
+  long long marks_batch;   // in words
+  const int* ids;          // the sequence of each position, where there are sequence_initial or sequence_last
+  char *sequence_initial, *sequence_last;  // strided like `initial` and packed like `last`, sequences for batch
+  unsigned char* summary_resets;           // (batch, chunks)
 };

@@ -30,21 +30,15 @@
 // Position counts steps in the direction of the scan: in reverse the arrays come with their last step first and a
 // negative stride. A step past the chunk's end has delta = 0, delta * u = 0 and B = 0: gate 1, input 0
 // (commit_sequence and commit_couple, the one place where a step is formed).
+//
+// With segments (mask, reset, packed sequences) a masked step is formed like one past the end. Where a sequence starts
+// or the state is reset, the thread sets its state before the step; no other code of the recurrence knows of it. Marks
+// are the same for all threads of a block, so these are branches that no warp takes apart.
 #include "operators.cuh"
 #include "selective_tile.cuh"
 
 constexpr int kUnroll = 2;     // steps whose shared-memory loads are issued together
 constexpr int kSumSteps = 16;  // steps of delta that are added before their sum is added to the chunk's
-
-// A complex state stands for a conjugate pair: y = 2 Re(sum).
-template <class R>
-__device__ __forceinline__ R contract(R C, R h, R sum) {
-  return multiply_add(C, h, sum);
-}
-template <class R>
-__device__ __forceinline__ R contract(complex<R> C, complex<R> h, R sum) {
-  return multiply_add(R(2) * C.re, h.re, multiply_add(R(-2) * C.im, h.im, sum));
-}
 
 // --- compute --------------------------------------------------------------------------------------------------
 
@@ -58,51 +52,80 @@ struct Recurrence {
   S constant_B[Tile::kTimeB ? 1 : kStates], constant_C[Tile::kTimeC ? 1 : kStates];
   R delta_sum;
 
+  template <int kCount>
   struct Loaded {
-    Drive<R> drive[kUnroll];
-    S B[Tile::kTimeB ? kUnroll : 1][kStates], C[Tile::kTimeC && !kSummarise ? kUnroll : 1][kStates];
+    Drive<R> drive[kCount];
+    S B[Tile::kTimeB ? kCount : 1][kStates], C[Tile::kTimeC && !kSummarise ? kCount : 1][kStates];
   };
 
-  static __device__ __forceinline__ void load(Loaded& to, const typename Tile::Shared& shared, int time, int channel,
-                                              int state, int buffer) {
+  template <int kCount>
+  static __device__ __forceinline__ void load(Loaded<kCount>& to, const typename Tile::Shared& shared, int time,
+                                              int channel, int state, int buffer) {
 #pragma unroll
-    for (int s = 0; s < kUnroll; ++s) {
+    for (int s = 0; s < kCount; ++s) {
       to.drive[s] = shared.drive[buffer][time + s][channel];
       if constexpr (Tile::kTimeB) read_row(to.B[s], &shared.B[buffer][time + s][state]);
       if constexpr (Tile::kTimeC && !kSummarise) read_row(to.C[s], &shared.C[buffer][time + s][state]);
     }
   }
 
-  __device__ __forceinline__ void run(typename Tile::Shared& shared, int channel, int group, int buffer) {
-    Loaded loaded[2];
-    load(loaded[0], shared, 0, channel, group * kStates, buffer);
-    R sum = 0;
+  // The steps of `now`. With kMarked, enter(time) and leave(time) are called around those that have a bit in `marks`.
+  template <bool kMarked, int kCount, class Enter, class Leave>
+  __device__ __forceinline__ void advance(const Loaded<kCount>& now, typename Tile::Shared& shared, int time,
+                                          int channel, int group, int buffer, const StepMarks& marks, R& sum,
+                                          Enter enter, Leave leave) {
+    R y[kCount];
 #pragma unroll
-    for (int time = 0; time < Tile::kSteps; time += kUnroll) {
-      const Loaded& now = loaded[time / kUnroll % 2];
-      if (time + kUnroll < Tile::kSteps)
-        load(loaded[(time / kUnroll + 1) % 2], shared, time + kUnroll, channel, group * kStates, buffer);
-      R y[kUnroll];
+    for (int s = 0; s < kCount; ++s) {
+      y[s] = 0;
+      if (kMarked && (marks.resets | marks.starts) >> (time + s) & 1) enter(time + s);
+      if (kSummarise) sum += now.drive[s].delta;
 #pragma unroll
-      for (int s = 0; s < kUnroll; ++s) {
-        y[s] = 0;
-        if (kSummarise) sum += now.drive[s].delta;
-#pragma unroll
-        for (int n = 0; n < kStates; ++n) {
-          S B = Tile::kTimeB ? now.B[Tile::kTimeB ? s : 0][n] : constant_B[Tile::kTimeB ? 0 : n];
-          h[n] = apply(Affine<S>{gate_of(now.drive[s].delta, rate[n]), multiply(now.drive[s].delta_u, B)}, h[n]);
-          if constexpr (!kSummarise) {
-            S C = Tile::kTimeC ? now.C[Tile::kTimeC ? s : 0][n] : constant_C[Tile::kTimeC ? 0 : n];
-            y[s] = contract(C, h[n], y[s]);
-          }
+      for (int n = 0; n < kStates; ++n) {
+        S B = Tile::kTimeB ? now.B[Tile::kTimeB ? s : 0][n] : constant_B[Tile::kTimeB ? 0 : n];
+        h[n] = apply(Affine<S>{gate_of(now.drive[s].delta, rate[n]), multiply(now.drive[s].delta_u, B)}, h[n]);
+        if constexpr (!kSummarise) {
+          S C = Tile::kTimeC ? now.C[Tile::kTimeC ? s : 0][n] : constant_C[Tile::kTimeC ? 0 : n];
+          y[s] = contract(C, h[n], y[s]);
         }
       }
-      if constexpr (!kSummarise) {
+      if (kMarked && marks.ends >> (time + s) & 1) leave(time + s);
+    }
+    if constexpr (!kSummarise) {
 #pragma unroll
-        for (int s = 0; s < kUnroll; ++s) shared.partial[buffer][group][time + s][channel] = y[s];
-      } else if ((time + kUnroll) % kSumSteps == 0) {
-        delta_sum += sum;
-        sum = 0;
+      for (int s = 0; s < kCount; ++s) shared.partial[buffer][group][time + s][channel] = y[s];
+    }
+  }
+
+  // One tile. Unrolled as a whole or, with kMarked, a part of it, so that the code around marked steps is there once.
+  template <bool kMarked, class Enter, class Leave>
+  __device__ __forceinline__ void run(typename Tile::Shared& shared, int channel, int group, int buffer,
+                                      const StepMarks& marks, Enter enter, Leave leave) {
+    constexpr bool kAhead = !kMarked || kStates <= 4;  // else there are no registers left for it
+    constexpr int kCount = kAhead ? kUnroll : 1;
+    constexpr int kPart = !kMarked ? Tile::kSteps : kAhead ? 2 * kCount : kCount;
+    constexpr unsigned kStepsNow = (1u << kCount) - 1;
+    Loaded<kCount> loaded[2];
+    if (kAhead) load(loaded[0], shared, 0, channel, group * kStates, buffer);
+    R sum = 0;
+#pragma unroll 1
+    for (int part = 0; part < Tile::kSteps; part += kPart) {
+#pragma unroll
+      for (int i = 0; i < kPart; i += kCount) {
+        const int time = part + i;
+        Loaded<kCount>& now = loaded[i / kCount % 2];
+        if (!kAhead)
+          load(now, shared, time, channel, group * kStates, buffer);
+        else if (time + kCount < Tile::kSteps)
+          load(loaded[(i / kCount + 1) % 2], shared, time + kCount, channel, group * kStates, buffer);
+        if (kMarked && (marks.resets | marks.starts | marks.ends) >> time & kStepsNow)
+          advance<true>(now, shared, time, channel, group, buffer, marks, sum, enter, leave);
+        else
+          advance<false>(now, shared, time, channel, group, buffer, marks, sum, enter, leave);
+        if (kSummarise && (time + kCount) % kSumSteps == 0) {
+          delta_sum += sum;
+          sum = 0;
+        }
       }
     }
   }
@@ -184,6 +207,47 @@ __device__ __forceinline__ void selective_scan(const SelectiveArgs& args, unsign
     auto output = stream_of<Tile>(args.output, at), partial_sum = stream_of<Tile>(args.partial_sum, at);
     auto B = stream_of<Tile>(args.B, at), C = stream_of<Tile>(args.C, at);
 
+    auto marks_of = [&](int tile) -> StepMarks {
+      if constexpr (Tile::kSegmented) {
+        if (args.marks) {
+          return ::marks_of(args.marks + at.batch * args.marks_batch, at.begin + (long long)tile * Tile::kSteps,
+                            tile == tiles - 1 ? ragged_steps : Tile::kSteps);
+        }
+      }
+      return {0, 0, 0, 0};
+    };
+    bool resets = false;  // has any step so far?
+    auto compute = [&](int tile) {
+      const StepMarks marks = marks_of(tile);
+      // Element (sequence, my_channel, my_state), of the sequence at a time of this tile.
+      auto sequence = [&](int time) { return (long long)args.ids[at.begin + (long long)tile * Tile::kSteps + time]; };
+      auto enter = [&](int time) {
+        const bool empty = marks.resets >> time & 1;
+#pragma unroll
+        for (int n = 0; n < Tile::kStates; ++n) {
+          mine.h[n] = Scalar<S>::negative_zero();
+          if (!empty && n < my_states)
+            mine.h[n] = load_item<S>(args.sequence_initial + sequence(time) * args.initial_batch +
+                                     my_channel * args.initial_channel + (my_state + n) * args.initial_state);
+        }
+      };
+      auto leave = [&](int time) {
+        if (kSummarise || !args.sequence_last) return;
+#pragma unroll
+        for (int n = 0; n < Tile::kStates; ++n)
+          if (n < my_states)
+            reinterpret_cast<S*>(
+                args.sequence_last)[(sequence(time) * args.channels + my_channel) * args.state + my_state + n] =
+                mine.h[n];
+      };
+      if (Tile::kSegmented && marks.resets | marks.starts | marks.ends) {
+        resets |= (marks.resets | marks.starts) != 0;
+        mine.template run<true>(shared, channel, group, tile % 2, marks, enter, leave);
+      } else {
+        mine.template run<false>(shared, channel, group, tile % 2, marks, enter, leave);
+      }
+    };
+
     auto start_loads = [&](auto is_plain, int tile) {
       constexpr bool kPlain = decltype(is_plain)::value;
       u.template start<kPlain>(shared.u, args.u.vector, exist(masks, tile));
@@ -194,12 +258,14 @@ __device__ __forceinline__ void selective_scan(const SelectiveArgs& args, unsign
     };
     auto commit = [&](auto is_plain, int tile) {
       constexpr bool kPlain = decltype(is_plain)::value;
+      const StepMarks marks = marks_of(tile);
       commit_sequence<kPlain, Tile>(args, shared, tile % 2, u, delta, exist(masks, tile),
-                                    tile == tiles - 1 ? ragged_steps : Tile::kSteps);
+                                    tile == tiles - 1 ? ragged_steps : Tile::kSteps, marks);
       if constexpr (Tile::kTimeB)
-        commit_couple<kPlain, Tile>(args.B, B, shared.raw_B, exist(couple_masks, tile), shared.B[tile % 2]);
+        commit_couple<kPlain, Tile>(args.B, B, shared.raw_B, exist(couple_masks, tile), marks.masked,
+                                    shared.B[tile % 2]);
       if constexpr (Tile::kTimeC && !kSummarise)
-        commit_couple<kPlain, Tile>(args.C, C, shared.raw_C, exist(couple_masks, tile), shared.C[tile % 2]);
+        commit_couple<kPlain, Tile>(args.C, C, shared.raw_C, exist(couple_masks, tile), 0, shared.C[tile % 2]);
     };
     // Everything of an interval but the recurrence. What is loaded here is used one interval later.
     auto stage = [&](auto is_plain, int tile) {
@@ -208,7 +274,7 @@ __device__ __forceinline__ void selective_scan(const SelectiveArgs& args, unsign
       if (kPlain || tile + 1 < tiles) commit(is_plain, tile + 1);
       if (!kSummarise && (kPlain || tile > 0)) {
         finish<kPlain, Tile>(args, shared, (tile - 1) % 2, u_again, z, output, partial_sum, exist(masks, tile - 1),
-                             groups);
+                             groups, marks_of(tile - 1).masked);
         output.at += output.tile_step;
         partial_sum.at += partial_sum.tile_step;
       }
@@ -229,7 +295,7 @@ __device__ __forceinline__ void selective_scan(const SelectiveArgs& args, unsign
 #pragma unroll 1
       for (int turn = 0; turn < 2; ++turn) {
         if ((turn == 0) == computes_first) {
-          if (tile < tiles && group < groups) mine.run(shared, channel, group, tile % 2);
+          if (tile < tiles && group < groups) compute(tile);
         } else if (plain && tile > 0 && tile + 3 < tiles) {
           stage(Plain(), tile);
         } else {
@@ -246,6 +312,8 @@ __device__ __forceinline__ void selective_scan(const SelectiveArgs& args, unsign
         const long long i = place(at.chunk) + n * args.channels;
         reinterpret_cast<S*>(args.summary_gate)[i] = gate_of(mine.delta_sum, mine.rate[n]);
         reinterpret_cast<S*>(args.summary_input)[i] = mine.h[n];
+        if (Tile::kSegmented && args.marks && my_channel == 0 && my_state + n == 0)
+          args.summary_resets[at.batch * args.chunks + at.chunk] = resets;
       } else if (args.last && at.end == args.length) {
         reinterpret_cast<S*>(args.last)[(at.batch * args.channels + my_channel) * args.state + my_state + n] =
             mine.h[n];

@@ -12,6 +12,7 @@
 #pragma once
 #include "activations.cuh"
 #include "selective_args.cuh"
+#include "selective_types.cuh"
 #include "tile_io.cuh"
 
 constexpr int kRowPadding = 2;  // channels added to a row of shared memory, against bank conflicts along time
@@ -19,16 +20,6 @@ constexpr int kRowPadding = 2;  // channels added to a row of shared memory, aga
 template <class R>
 struct alignas(2 * sizeof(R)) Drive {
   R delta, delta_u;
-};
-
-// What B and C are in memory: of u's type (or float32), or complex.
-template <class Item, class S>
-struct ItemOfCouple {
-  using type = Item;
-};
-template <class Item>
-struct ItemOfCouple<Item, complex<float>> {
-  using type = complex<float>;
 };
 
 // A grid of kSteps steps by kWidth channels or states, and which pairs of it are this thread's. Item 2i is the first of
@@ -112,14 +103,14 @@ struct PairStream {
 
 // The shape of one instantiation. Item: u and z. S: the state, and A, B, C as computed.
 template <class Item_, class S_, int kStates_, int kGroups_, int kChannels_, int kSteps_, bool kTimeFast_, bool kTimeB_,
-          bool kTimeC_>
+          bool kTimeC_, bool kSegmented_>
 struct SelectiveTile {
   using Item = Item_;
   using S = S_;
   using R = typename Accumulated<Item>::type;
   using CoupleItem = typename ItemOfCouple<Item, S>::type;
   static constexpr int kStates = kStates_, kGroups = kGroups_, kChannels = kChannels_, kSteps = kSteps_;
-  static constexpr bool kTimeFast = kTimeFast_, kTimeB = kTimeB_, kTimeC = kTimeC_;
+  static constexpr bool kTimeFast = kTimeFast_, kTimeB = kTimeB_, kTimeC = kTimeC_, kSegmented = kSegmented_;
   static constexpr int kSlice = kStates * kGroups;
   static constexpr int kThreads = kChannels * kGroups;
   static constexpr int kRow = kChannels + kRowPadding;
@@ -129,6 +120,7 @@ struct SelectiveTile {
   using CoupleStream = PairStream<CoupleGrid, CoupleItem, kThreads>;
   static_assert(kChannels % 32 == 0, "a warp covers 32 channels of one state group");
   static_assert(Grid::kEven, "each thread moves the same number of pairs");
+  static_assert(kSteps <= kMarkSteps, "a tile's marks are one word");
 
   struct Shared {
     alignas(16) Drive<R> drive[2][kSteps][kRow];
@@ -192,11 +184,12 @@ __device__ __forceinline__ typename Tile::CoupleStream stream_of(const CoupleArr
 __device__ __forceinline__ float limit(const SelectiveArgs& args, int i, float) { return args.limits32[i]; }
 __device__ __forceinline__ double limit(const SelectiveArgs& args, int i, double) { return args.limits64[i]; }
 
-// Brings a tile of u and delta into shared memory as (delta, delta * u). Steps from `steps` on do not exist.
+// Brings a tile of u and delta into shared memory as (delta, delta * u). Steps from `steps` on do not exist. Those and
+// masked ones have gate 1 and input 0; one that resets has gate 1, of a state that is made 0.
 template <bool kPlain, class Tile>
 __device__ __forceinline__ void commit_sequence(const SelectiveArgs& args, typename Tile::Shared& shared, int buffer,
                                                 const typename Tile::Stream& u, const typename Tile::Stream& delta,
-                                                unsigned exists, int steps) {
+                                                unsigned exists, int steps, const StepMarks& marks) {
   using Grid = typename Tile::Grid;
   using R = typename Tile::R;
   R d_u[Grid::kItems], d[Grid::kItems];
@@ -219,30 +212,39 @@ __device__ __forceinline__ void commit_sequence(const SelectiveArgs& args, typen
     for (int i = 0; i < Grid::kItems; ++i)
       if (Grid::time(i) >= steps) d[i] = d_u[i] = R(0);
   }
+  if (Tile::kSegmented && marks.masked | marks.resets) {
+#pragma unroll
+    for (int i = 0; i < Grid::kItems; ++i) {
+      if ((marks.masked | marks.resets) >> Grid::time(i) & 1) d[i] = R(0);
+      if (marks.masked >> Grid::time(i) & 1) d_u[i] = R(0);
+    }
+  }
 #pragma unroll
   for (int i = 0; i < Grid::kItems; ++i) shared.drive[buffer][Grid::time(i)][Grid::place(i)] = {d[i], d_u[i]};
 }
 
-// Brings a tile of B or C into shared memory; steps and states that do not exist are 0.
+// Brings a tile of B or C into shared memory; steps and states that do not exist are 0, and so are masked steps.
 template <bool kPlain, class Tile>
 __device__ __forceinline__ void commit_couple(const CoupleArray& array, const typename Tile::CoupleStream& stream,
                                               const typename Tile::CoupleStream::Slots* slots, unsigned exists,
-                                              typename Tile::S (*tile)[Tile::kSlice]) {
+                                              unsigned masked, typename Tile::S (*tile)[Tile::kSlice]) {
   using Grid = typename Tile::CoupleGrid;
   typename Tile::S value[Grid::kItems];
   stream.template values<kPlain>(slots, array.vector, array.wide, exists, value);
 #pragma unroll
   for (int i = 0; i < Grid::kItems; ++i)
-    if (Grid::held(i)) tile[Grid::time(i)][Grid::place(i)] = value[i];
+    if (Grid::held(i))
+      tile[Grid::time(i)][Grid::place(i)] =
+          Tile::kSegmented && masked >> Grid::time(i) & 1 ? Scalar<typename Tile::S>::zero() : value[i];
 }
 
 // Adds a tile's partial sums in the order of the states and brings y to where it goes: to the output, or while there
-// are slices to come to partial_sum.
+// are slices to come to partial_sum. y is 0 where a step is masked.
 template <bool kPlain, class Tile>
 __device__ __forceinline__ void finish(const SelectiveArgs& args, const typename Tile::Shared& shared, int buffer,
                                        const typename Tile::Stream& u, const typename Tile::Stream& z,
                                        const typename Tile::Stream& output, const typename Tile::Stream& partial_sum,
-                                       unsigned exists, int groups) {
+                                       unsigned exists, int groups, unsigned masked) {
   using Grid = typename Tile::Grid;
   using R = typename Tile::R;
   R y[Grid::kItems], value[Grid::kItems];
@@ -276,6 +278,11 @@ __device__ __forceinline__ void finish(const SelectiveArgs& args, const typename
     z.template values<kPlain>(shared.z, args.z.vector, false, exists, value);
 #pragma unroll
     for (int i = 0; i < Grid::kItems; ++i) y[i] = y[i] * silu(value[i]);
+  }
+  if (Tile::kSegmented && masked) {
+#pragma unroll
+    for (int i = 0; i < Grid::kItems; ++i)
+      if (masked >> Grid::time(i) & 1) y[i] = R(0);
   }
   store_pairs<typename Tile::Item>(output.at, output.hop, output.next, y, kPlain ? ~0u : exists, args.output_code,
                                    kPlain || args.output.vector);

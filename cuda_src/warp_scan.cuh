@@ -8,6 +8,9 @@
 
 constexpr unsigned kFullMask = 0xffffffffu;
 
+__device__ __forceinline__ unsigned from_lane_below(unsigned x, int distance) {
+  return __shfl_up_sync(kFullMask, x, distance);
+}
 __device__ __forceinline__ float from_lane_below(float x, int distance) {
   return __shfl_up_sync(kFullMask, x, distance);
 }
@@ -22,7 +25,12 @@ template <class S>
 __device__ __forceinline__ Affine<S> from_lane_below(Affine<S> x, int distance) {
   return {from_lane_below(x.gate, distance), from_lane_below(x.input, distance)};
 }
+template <class S>
+__device__ __forceinline__ Segmented<S> from_lane_below(Segmented<S> x, int distance) {
+  return {from_lane_below(x.gate, distance), from_lane_below(x.input, distance), from_lane_below(x.resets, distance)};
+}
 
+__device__ __forceinline__ unsigned from_last_lane(unsigned x) { return __shfl_sync(kFullMask, x, 31); }
 __device__ __forceinline__ float from_last_lane(float x) { return __shfl_sync(kFullMask, x, 31); }
 __device__ __forceinline__ double from_last_lane(double x) { return __shfl_sync(kFullMask, x, 31); }
 template <class R>
@@ -32,6 +40,10 @@ __device__ __forceinline__ complex<R> from_last_lane(complex<R> x) {
 template <class S>
 __device__ __forceinline__ Affine<S> from_last_lane(Affine<S> x) {
   return {from_last_lane(x.gate), from_last_lane(x.input)};
+}
+template <class S>
+__device__ __forceinline__ Segmented<S> from_last_lane(Segmented<S> x) {
+  return {from_last_lane(x.gate), from_last_lane(x.input), from_last_lane(x.resets)};
 }
 
 // Lane i gets the fold of lanes 0 to i, in their order.
@@ -43,4 +55,19 @@ __device__ __forceinline__ Map warp_inclusive_scan(Map own, int lane) {
     if (lane >= distance) own = combine(earlier, own);
   }
   return own;
+}
+
+// The same of maps that may forget: nothing before the last lane up to its own that resets (its head) enters a lane, so
+// it combines back to that one alone, and flags need no shuffles.
+template <class S>
+__device__ __forceinline__ Segmented<S> warp_inclusive_scan(Segmented<S> own, int lane) {
+  const unsigned resets = __ballot_sync(kFullMask, own.resets) & ((2u << lane) - 1);
+  const int head = resets ? 31 - __clz(resets) : 0;
+  Affine<S> map = {own.gate, own.input};
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const Affine<S> earlier = from_lane_below(map, distance);
+    if (lane - distance >= head) map = combine(earlier, map);
+  }
+  return {map.gate, map.input, resets ? 1u : 0u};
 }

@@ -1,12 +1,15 @@
 """First-order recurrences h[t] = a[t] * h[t-1] + b[t] on GPU arrays, at the speed of the hardware.
 
 `linear_scan` runs the recurrence itself, `selective_scan` the state-space layer of Mamba, with everything between
-the inputs and y fused. Both take CuPy, NumPy and DLPack arrays. Importing this package imports NumPy alone.
+the inputs and y fused, and `selective_state_update` one step of it. All take CuPy, NumPy and DLPack arrays. Importing
+this package imports NumPy alone.
 """
 
 from . import ssm
+from ._arrays import Workspace
 from .linear import linear_scan
 from .selective import selective_scan
+from .state_update import selective_state_update
 
 __version__ = "0.1.0"
-__all__ = ["linear_scan", "selective_scan", "ssm"]
+__all__ = ["Workspace", "linear_scan", "selective_scan", "selective_state_update", "ssm"]

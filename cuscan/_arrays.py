@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import numbers
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from functools import cache
 from typing import Any, ClassVar, Protocol
 
@@ -76,6 +77,49 @@ class Place(Protocol):
         """After the last launch of a call."""
 
 
+class Workspace:
+    """Keeps what calls allocate while a CUDA graph is captured: the graph's launches have the addresses in them.
+
+    Without one, it is kept as long as the process runs. ::
+
+        with cuscan.Workspace() as workspace, stream:
+            stream.begin_capture()
+            y = cuscan.selective_scan(u, delta, A, B, C)
+            graph = stream.end_capture()
+        graph.launch(stream)    # reads what u, delta, ... hold now, and writes y
+        workspace.release()     # after the last launch
+
+    The inputs and results of a captured call must stay alive as well.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: list[Array] = []
+        self._tokens: list[Token[Workspace]] = []
+
+    def __enter__(self) -> Workspace:  # noqa: PYI034 Self is not in Python 3.10
+        self._tokens.append(_workspace.set(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _workspace.reset(self._tokens.pop())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept."""
+        return sum(x.nbytes for x in self._arrays)
+
+    def keep(self, *arrays: Array) -> None:
+        """Hold on to arrays until `release`."""
+        self._arrays += arrays
+
+    def release(self) -> None:
+        """Give the memory back; no graph that was captured with it may run any more."""
+        self._arrays.clear()
+
+
+_workspace: ContextVar[Workspace] = ContextVar("workspace", default=Workspace())  # noqa: B039 the process's own
+
+
 class CupyPlace:
     """The device of the arrays, with CuPy's current stream and memory pool."""
 
@@ -87,11 +131,15 @@ class CupyPlace:
 
         self._cupy = cupy
         self._foreign = foreign
+        self._captured = _workspace.get() if cupy.cuda.get_current_stream().is_capturing() else None
         self.limits: DeviceLimits = cupy_limits(device)
         self.modules: Modules = cupy_modules(device)
 
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        return self._cupy.empty(shape, dtype)
+        array = self._cupy.empty(shape, dtype)
+        if self._captured is not None:
+            self._captured.keep(array)
+        return array
 
     def keep(self, *arrays: Array) -> None:
         pass
@@ -100,7 +148,9 @@ class CupyPlace:
         return int(array.data.ptr)
 
     def done(self) -> None:
-        if self._foreign:
+        if self._captured is not None:
+            self._captured.keep(*self._foreign)
+        elif self._foreign:
             event = self._cupy.cuda.Event(disable_timing=True)
             event.record()
             self._held.append((event, self._foreign))
@@ -128,6 +178,8 @@ class Call:
             if x is None or is_python_scalar(x):
                 continue
             kinds[name], self._arrays[name] = self._import(name, x)
+            if not self._arrays[name].dtype.isnative:
+                raise TypeError(f"{name} must be of this machine's byte order, got {self._arrays[name].dtype.str}")
         if len(set(kinds.values())) > 1:
             listed = ", ".join(f"{name} is {kind}" for name, kind in kinds.items())
             raise TypeError(f"all arrays must be of one kind, but {listed}; nothing is moved between devices silently")
@@ -222,11 +274,49 @@ def check_flag(name: str, x: object) -> bool:
     return bool(x)
 
 
+def check_limits(name: str, limits: Any) -> tuple[float, float] | None:
+    """A range that delta is clipped to, as floats."""
+    if limits is None:
+        return None
+    try:
+        lowest, highest = (float(x) for x in limits)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a pair of numbers, got {limits!r}") from None
+    if not lowest <= highest:
+        raise ValueError(f"{name} must be (lowest, highest) with lowest <= highest, got {limits!r}")
+    return lowest, highest
+
+
 def check_not_yet(**arguments: Any) -> None:
     """Refuse by name what this version does not have."""
     for name, x in arguments.items():
         if x is not None and x is not False:
             raise NotImplementedError(f"{name} is not supported in this version of cuscan")
+
+
+def check_marks(mask: Array | None, reset: Array | None, cu_seqlens: Array | None) -> None:
+    """mask and reset are bool, cu_seqlens (n+1,) integers."""
+    for name, x in (("mask", mask), ("reset", reset)):
+        if x is not None:
+            check_item(name, x, ("bool",))
+    if cu_seqlens is not None:
+        check_item("cu_seqlens", cu_seqlens, ("int32", "int64"))
+        if cu_seqlens.ndim != 1 or cu_seqlens.size == 0:
+            raise ValueError(f"cu_seqlens must have shape (sequences + 1,), got {tuple(cu_seqlens.shape)}")
+
+
+def check_offsets(cu_seqlens: Array, length: int) -> None:
+    """Offsets ascend within the axis of time. Looks at values, so a GPU has to wait: there with CUSCAN_CHECK=1 only."""
+    if not isinstance(cu_seqlens, np.ndarray):
+        if os.environ.get("CUSCAN_CHECK") != "1":
+            return
+        cu_seqlens = cu_seqlens.get()
+    values = cu_seqlens.astype(np.int64)
+    if values[0] < 0 or values[-1] > length:
+        raise ValueError(f"cu_seqlens must lie in [0, {length}], got {values[0]} to {values[-1]}")
+    if len(wrong := np.flatnonzero(values[1:] < values[:-1])):
+        i = int(wrong[0])
+        raise ValueError(f"cu_seqlens must not descend, got {values[i + 1]} at {i + 1} after {values[i]}")
 
 
 def output_item(item: str, out_dtype: Any, out: Array | None) -> np.dtype[Any]:
@@ -344,9 +434,9 @@ def copy_of(place: Place, x: Array) -> Array:
     return copy
 
 
-def assign(to: Array, value: Array) -> None:
+def assign(to: Array, value: Array | float) -> None:
     """Copy items, at whatever addresses they are; CuPy's own copies fault on odd ones."""
-    if isinstance(to, np.ndarray):
+    if isinstance(to, np.ndarray) or isinstance(value, (int, float)):
         to[...] = value
     else:
         _bytes(to)[...] = _bytes(value)

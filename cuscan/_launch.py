@@ -6,24 +6,44 @@ The argument structs are packed here, field by field as in cuda_src/*_args.cuh; 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from ._arrays import ITEM_CODE, Array, Place, accumulation, item_name
-from ._plan import ITEM_BYTES, Lanes, LinearPlan, SelectiveKind, SelectivePlan, plan_linear_summaries, selective_tiles
+from ._arrays import ITEM_CODE, Array, Place, _address, accumulation, item_name
+from ._calls import Launch
+from ._plan import (
+    ITEM_BYTES,
+    UPDATE_THREADS,
+    Lanes,
+    LinearPlan,
+    SelectiveKind,
+    SelectivePlan,
+    UpdateKind,
+    UpdatePlan,
+    plan_linear_summaries,
+    selective_tiles,
+)
 from ._source import (
     LINEAR_ARRAY,
+    LINEAR_SEGMENTS,
     LINEAR_TAIL,
+    MARK_ARGS,
+    MARK_THREADS,
     SELECTIVE_HEAD,
     SELECTIVE_TAIL,
+    UPDATE_ARGS,
     KernelSource,
     linear_name,
     linear_source,
+    marks_source,
     selective_name,
     selective_source,
+    update_name,
+    update_source,
 )
 
 ROW_DIMS = 6  # kRowDims in linear_args.cuh
@@ -45,7 +65,7 @@ def _ceil_div(x: int, y: int) -> int:
     return -(-x // y)
 
 
-# --- linear_scan -------------------------------------------------------------------------------------------------
+# --- arrays along time ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -79,6 +99,62 @@ def _pad(values: tuple[int, ...]) -> tuple[int, ...]:
     return (*values, *(0,) * (ROW_DIMS - len(values)))
 
 
+# --- marks: mask, reset and packed sequences ------------------------------------------------------------------------
+
+_MARK_STEPS, _MARK_BYTES = 32, 16  # a word of step_marks.cuh
+
+
+@dataclass(frozen=True)
+class Segments:
+    """What cuts the rows of one call: mask and reset as bytes, the offsets of packed sequences, the direction."""
+
+    mask: Rows | None
+    reset: Rows | None
+    offsets: Array | None
+    reverse: bool
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The marks of step_marks.cu in device memory; `ids` is 0 or the address of the sequence of each position."""
+
+    rows: Rows
+    ids: int
+    scratch: tuple[Array, ...]  # what they are in
+
+
+def make_marks(place: Place, segments: Segments, length: int, sizes: tuple[int, ...], *, enters: bool) -> Marks:
+    """Make the marks of rows of `sizes`; `enters`: is there a state that enters a row or sequence?"""
+    mask, reset = (_pad(x.rows) if x else _pad(()) for x in (segments.mask, segments.reset))
+    own = [size if m or r else 1 for size, m, r in zip(sizes, mask, reset, strict=False)]
+    words = _ceil_div(length, _MARK_STEPS)
+    marks = place.allocate((prod(own), words, _MARK_BYTES), np.uint8)
+    ids = None if segments.offsets is None else place.allocate((length,), np.int32)
+    offsets, pointer = segments.offsets, place.pointer(marks)
+    packed = struct.pack(
+        MARK_ARGS,
+        *(
+            field
+            for x in (segments.mask, segments.reset)
+            for field in ((x.start, x.time, *_pad(x.rows)) if x else _NONE)
+        ),
+        *((place.pointer(offsets), offsets.strides[0], len(offsets) - 1) if offsets is not None else (0, 0, 0)),
+        *(length, prod(own), *_pad(tuple(own)), pointer, 0 if ids is None else place.pointer(ids)),
+        *(len(own), offsets is not None and offsets.dtype.itemsize == 8, segments.reverse, not enters),
+    )
+    _start(place, marks_source(), "step_marks", _ceil_div(prod(own) * words, MARK_THREADS), MARK_THREADS, packed)
+    strides = tuple(prod(own[d + 1 :]) * words * _MARK_BYTES if own[d] > 1 else 0 for d in range(len(own)))
+    return Marks(
+        Rows(pointer, 0, strides), 0 if ids is None else place.pointer(ids), (marks,) if ids is None else (marks, ids)
+    )
+
+
+_NONE = (0,) * (2 + ROW_DIMS)
+
+
+# --- linear_scan ---------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class LinearCall:
     """The arrays of one linear_scan and the sizes that they share."""
@@ -91,32 +167,53 @@ class LinearCall:
     last: Rows | None
     length: int
     sizes: tuple[int, ...]  # of the row axes
+    segments: Segments | None = None  # packed: the time axis of initial and last goes over the sequences
 
     @property
     def rows(self) -> int:
         """How many recurrences there are."""
         return prod(self.sizes)
 
+    @property
+    def packed(self) -> bool:
+        """Whether each row holds several sequences."""
+        return self.segments is not None and self.segments.offsets is not None
 
-def linear(place: Place, plan: LinearPlan, call: LinearCall) -> None:
-    """Run a linear_scan: in one launch, or in three where the plan cuts time into chunks."""
+
+def linear(place: Place, plan: LinearPlan, call: LinearCall, source_item: str = "") -> None:
+    """Run a linear_scan: in one launch, or in three where the plan cuts time into chunks.
+
+    With segments their marks are made first. `source_item` names the module, call.item's if it is empty.
+    """
+    source = linear_source(source_item or call.item, segmented=call.segments is not None)
+    marks = None
+    if call.segments is not None:
+        marks = make_marks(place, call.segments, call.length, call.sizes, enters=call.initial is not None)
     if plan.chunks == 1:
-        _linear_launch(place, plan, call, summarise=False, source_item=call.item)
+        _linear_launch(place, plan, call, marks, source, summarise=False)
         return
     state = np.dtype(accumulation(call.item))
-    summaries = [place.allocate((call.rows * plan.chunks,), state) for _ in range(2)]
-    gate, entering = (place.pointer(x) for x in summaries)
-    _linear_launch(place, plan, call, summarise=True, source_item=call.item, summaries=(gate, entering))
+    types = [state, state] if marks is None else [state, state, np.dtype(np.bool_)]
+    kept = [place.allocate((call.rows * plan.chunks,), dtype) for dtype in types]
+    gate, entering, resets = (*(place.pointer(x) for x in kept), 0)[:3]
+    _linear_launch(place, plan, call, marks, source, summarise=True, summaries=(gate, entering, resets))
 
     # The summaries are a linear_scan of their own, in place: the states that leave the chunks.
     row, chunk = summary_strides(plan, call.rows)
-    strides = tuple(prod(call.sizes[d + 1 :]) * row * state.itemsize for d in range(len(call.sizes)))
-    along = Rows(entering, chunk * state.itemsize, strides, state.name)
-    scan = replace(call, item=state.name, gate=replace(along, start=gate), input=along, output=along,
+
+    def along(start: int, item: str, size: int) -> Rows:
+        strides = tuple(prod(call.sizes[d + 1 :]) * row * size for d in range(len(call.sizes)))
+        return Rows(start, chunk * size, strides, item)
+
+    states = along(entering, state.name, state.itemsize)
+    scan = replace(call, item=state.name, gate=replace(states, start=gate), input=states, output=states,
                    last=None, length=plan.chunks)  # fmt: skip
+    if call.segments is not None:
+        segments = Segments(None, along(resets, "bool", 1), None, reverse=False)
+        scan = replace(scan, segments=segments, initial=None if call.packed else call.initial)
     inner = plan_linear_summaries(plan.chunks, plan.order.lanes)
-    _linear_launch(place, inner, scan, summarise=False, source_item=call.item)
-    _linear_launch(place, plan, call, summarise=False, source_item=call.item, summaries=(gate, entering))
+    linear(place, inner, scan, source_item or call.item)
+    _linear_launch(place, plan, call, marks, source, summarise=False, summaries=(gate, entering, 0))
 
 
 def summary_strides(plan: LinearPlan, rows: int) -> tuple[int, int]:
@@ -128,10 +225,11 @@ def _linear_launch(
     place: Place,
     plan: LinearPlan,
     call: LinearCall,
+    marks: Marks | None,
+    source: KernelSource,
     *,
     summarise: bool,
-    source_item: str,
-    summaries: tuple[int, int] = (0, 0),
+    summaries: tuple[int, int, int] = (0, 0, 0),
 ) -> None:
     order = plan.order
     gate = call.gate if isinstance(call.gate, Rows) else _NOWHERE
@@ -140,14 +238,16 @@ def _linear_launch(
         single = np.float32(value.real), np.float32(value.imag)
     arrays = (gate, call.input, call.initial or _NOWHERE, call.output, call.last or _NOWHERE)
     packed = b"".join(x.packed(order.chunk, call.item) for x in arrays) + struct.pack(
-        LINEAR_TAIL, *summaries, value.real, value.imag, *single, call.length, call.rows, *_pad(call.sizes),
+        LINEAR_TAIL, *summaries[:2], value.real, value.imag, *single, call.length, call.rows, *_pad(call.sizes),
         order.chunk, plan.chunks, *summary_strides(plan, call.rows), len(call.sizes), ITEM_CODE[call.output.item],
         order.row_warps,
     )  # fmt: skip
+    packed += (marks.rows if marks else _NOWHERE).packed(order.chunk, call.item)
+    packed += struct.pack(LINEAR_SEGMENTS, marks.ids if marks else 0, summaries[2])
     teams = call.rows if order.lanes is Lanes.TIME else _ceil_div(call.rows, 32)
     blocks = _ceil_div(teams * plan.chunks, plan.fit.warps // order.row_warps)
-    name = linear_name(order.lanes, summarise, call.item)
-    _start(place, linear_source(source_item), name, blocks, 32 * plan.fit.warps, packed)
+    name = linear_name(order.lanes, summarise, call.item, segmented=marks is not None)
+    _start(place, source, name, blocks, 32 * plan.fit.warps, packed)
 
 
 # --- selective_scan ----------------------------------------------------------------------------------------------
@@ -176,6 +276,7 @@ class SelectiveCall:
     groups: int
     softplus: bool
     limits: tuple[float, float] | None
+    segments: Segments | None  # packed: initial and last have sequences for batch
 
 
 def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step: int) -> None:
@@ -212,10 +313,18 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
     couples = [
         _couple(place, x, varies, time_step, plan, kind) for x, varies in ((call.B, kind.time_B), (call.C, kind.time_C))
     ]
+    packed_sequences = call.segments is not None and call.segments.offsets is not None
+    states = [(None, None), (call.initial, call.last)]
+    (initial, last), of_sequences = states if packed_sequences else reversed(states)
+    marks, resets = None, None
+    if call.segments is not None:
+        marks = make_marks(place, call.segments, length, (batch,), enters=call.initial is not None)
+        if plan.chunks > 1:
+            resets = place.allocate((batch, plan.chunks), np.bool_)
     head = struct.pack(
         SELECTIVE_HEAD,
         *(field for fields in (*sequences, *couples) for field in fields),
-        *(0 if x is None else place.pointer(x) for x in (call.A, call.D, call.delta_bias, call.initial, call.last)),
+        *(0 if x is None else place.pointer(x) for x in (call.A, call.D, call.delta_bias, initial, last)),
         *call.A.strides,
         *(0 if x is None else x.strides[0] for x in (call.D, call.delta_bias)),
         *((0, 0, 0) if call.initial is None else call.initial.strides),
@@ -231,11 +340,16 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
         and call.limits is None
     )
 
+    segmented: tuple[int, ...] = (0,) * 6
+    if marks is not None:
+        own = (0 if x is None else place.pointer(x) for x in (*of_sequences, resets))
+        segmented = (marks.rows.start, marks.rows.rows[0] // _MARK_BYTES, marks.ids, *own)
+
     def launch(*, summarise: bool, first_state: int, slices: int, adds: bool, leaves: bool) -> None:
         packed = head + struct.pack(
             SELECTIVE_TAIL, first_state, slices, plan.order.chunk, plan.chunks, *limits, *single,
             *(ITEM_CODE[item_name(x)] if x is not None else 0 for x in (call.A, call.D, call.delta_bias, call.output)),
-            adds, leaves, call.softplus, call.limits is not None, plain,
+            adds, leaves, call.softplus, call.limits is not None, plain, *segmented,
         )  # fmt: skip
         shape = selective_tiles(kind)[0] if summarise else tile
         blocks = slices * batch * call.groups * _ceil_div(channels // call.groups, shape.channels) * plan.chunks
@@ -244,7 +358,7 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
 
     if plan.chunks > 1:
         launch(summarise=True, first_state=0, slices=plan.slices, adds=False, leaves=False)
-        scan_summaries(place, call.initial, batch, plan.chunks, state, channels, state_dtype, summary_gate, seed)
+        scan_summaries(place, initial, batch, plan.chunks, state, channels, state_dtype, summary_gate, seed, resets)
     for s in range(plan.slices):
         launch(summarise=False, first_state=s * tile.slice, slices=1, adds=s > 0, leaves=s < plan.slices - 1)
 
@@ -259,16 +373,23 @@ def scan_summaries(
     dtype: np.dtype[Any],
     gate: int,
     entering: int,
+    resets: Array | None,
 ) -> None:
-    """Turn the chunks' summaries (batch, chunks, state, channels) into the states that leave them, from `initial`."""
+    """Turn the chunks' summaries (batch, chunks, state, channels) into the states that leave them, from `initial`.
+
+    `resets` (batch, chunks), if there: whether a chunk forgets what enters it.
+    """
     size = dtype.itemsize
     strides = (chunks * state * channels * size, channels * size, size)
     along = Rows(entering, state * channels * size, strides, dtype.name)
     first = None
     if initial is not None:
         first = Rows(place.pointer(initial), 0, (initial.strides[0], initial.strides[2], initial.strides[1]))
+    segments = None
+    if resets is not None:
+        segments = Segments(None, Rows(place.pointer(resets), 1, (chunks, 0, 0), "bool"), None, reverse=False)
     call = LinearCall(
-        dtype.name, replace(along, start=gate), along, first, along, None, chunks, (batch, state, channels)
+        dtype.name, replace(along, start=gate), along, first, along, None, chunks, (batch, state, channels), segments
     )
     linear(place, plan_linear_summaries(chunks, Lanes.ROWS), call)
 
@@ -314,3 +435,87 @@ def _couple(
     else:
         vector = state > 0 and _is_vector(start, state, (batch, group, time), size, x.shape[3] % 2 == 0)
     return start, batch, time, group, 0, state, wide, vector and (kind.complex or item_name(x) == kind.item), code
+
+
+# --- selective_state_update --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UpdateCall:
+    """The arrays of one selective_state_update, in the order of UpdateArgs' addresses, and what they share.
+
+    B and C are (batch, groups, state) views.
+    """
+
+    kind: UpdateKind
+    state: Array
+    x: Array
+    dt: Array
+    A: Array
+    B: Array
+    C: Array
+    D: Array | None
+    z: Array | None
+    dt_bias: Array | None
+    slots: Array | None
+    output: Array
+    softplus: bool
+    limits: tuple[float, float] | None
+
+    def vector(self) -> bool:
+        """Whether the kernel with vectors can take these arrays, as far as their types and strides go."""
+        piece, states = self.kind.piece, self.A.shape[1]
+        small = (self.x, self.dt, self.A, self.B, self.C, self.D, self.z, self.dt_bias, self.slots, self.output)
+        types: list[tuple[Array, tuple[str, ...]]] = [(self.A, (self.kind.computed,))]
+        types += [(x, ("complex64",) if x.dtype.kind == "c" else (self.kind.item,)) for x in (self.B, self.C)]
+        types += [(x, (self.kind.item, self.kind.real)) for x in (self.D, self.dt_bias) if x is not None]
+        return (
+            states > 0
+            and states % piece == 0
+            and all(item_name(x) in items for x, items in types)
+            and all(_in_pieces(x, piece) for x in (self.state, self.A, self.B, self.C))
+            and all(_spans_31_bits(x.shape, x.strides) for x in small if x is not None)
+            and _spans_31_bits(self.state.shape[1:], self.state.strides[1:])
+        )
+
+
+def _in_pieces(x: Array, piece: int) -> bool:
+    """Whether the last axis comes in aligned pieces of so many items."""
+    size = x.dtype.itemsize
+    rest = zip(x.shape[:-1], x.strides[:-1], strict=True)
+    aligned = _address(x) % (piece * size) == 0 and all(s % (piece * size) == 0 for n, s in rest if n > 1)
+    return aligned and x.strides[-1] == size
+
+
+def _spans_31_bits(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    axes = [(n, s) for n, s in zip(shape, strides, strict=True) if n > 1]
+    return all(s >= 0 and n < 2**31 for n, s in axes) and sum((n - 1) * s for n, s in axes) < 2**31 - 16
+
+
+def update(call: UpdateCall, plan: UpdatePlan, arrays: Sequence[int | None]) -> Launch:
+    """The launch of a selective_state_update; `arrays` are the indices of those whose addresses UpdateArgs has."""
+    x, state, kind = call.x, call.state, call.kind
+    batch, channels = x.shape
+    limits = call.limits or (0.0, 0.0)
+    with np.errstate(over="ignore"):
+        single = [np.float32(bound) for bound in limits]
+
+    def strides(array: Array | None, axes: int) -> tuple[int, ...]:
+        return (0,) * axes if array is None else tuple(array.strides)
+
+    def code(array: Array | None) -> int:
+        return 0 if array is None else ITEM_CODE[item_name(array)]
+
+    packed = struct.pack(
+        UPDATE_ARGS, *(0,) * len(arrays),
+        *state.strides, *x.strides, *call.dt.strides, *strides(call.z, 2), *call.output.strides, *call.A.strides,
+        *call.B.strides, *call.C.strides, *strides(call.D, 1), *strides(call.dt_bias, 1), *strides(call.slots, 1),
+        batch, channels, call.A.shape[1], channels // call.B.shape[1], state.shape[0], *limits, *single,
+        *(array.dtype.itemsize == 4 for array in (call.dt, call.B, call.C)),
+        *(code(array) for array in (call.A, call.D, call.dt_bias, call.output)),
+        call.slots is not None and call.slots.dtype.itemsize == 8, call.softplus, call.limits is not None,
+        plan.order.team.bit_length() - 1, plan.fit.columns.bit_length() - 1,
+    )  # fmt: skip
+    places = tuple((word, array) for word, array in enumerate(arrays) if array is not None)
+    source = update_source(kind.item, kind.state)
+    return Launch(source, update_name(kind), plan.fit.grid, (UPDATE_THREADS,), packed, places)

@@ -5,12 +5,17 @@ the bits do not depend on it. Everything that chooses stands here; `_launch` onl
 
 What is a template argument of a kernel, and what a run-time value:
 
-    linear_scan      template   item type; lanes over rows or time; summarise or apply
+    linear_scan      template   item type; lanes over rows or time; summarise or apply; with segments (mask, reset,
+                     cu_seqlens) or not
                      run time   output type, strides, packs, direction, h0, last state, scalar gate, chunk, warps a row
     selective_scan   template   item type of u and z; type of the state; orientation; whether B and C vary in time;
-                     tile; summarise or apply
+                     tile; summarise or apply; with segments or not
                      run time   types of delta, B, C (float32 or u's), A, D, delta_bias, output; softplus, limits, D, z,
                      h0, last state, strides, vectors, direction, slice of the states, chunk
+    selective_state_update
+                     template   item type of x and z; item type of the state; vectors or single states
+                     run time   types of dt, B, C (float32 or x's), A, D, dt_bias, output; softplus, limits, D, z,
+                     slots, strides, lanes on a channel, channels a block
 """
 
 from __future__ import annotations
@@ -98,7 +103,7 @@ _forced: ContextVar[Mapping[str, Any]] = ContextVar("forced", default=MappingPro
 
 @contextlib.contextmanager
 def forced(**choices: Any) -> Iterator[None]:
-    """Force parts of every plan made inside: schedule, lanes, chunk, row_warps, warps, tile, segments."""
+    """Force parts of every plan made inside: schedule, lanes, chunk, row_warps, warps, tile, segments, grid."""
     token = _forced.set({**_forced.get(), **choices})
     try:
         yield
@@ -243,6 +248,11 @@ class SelectiveKind:
     time_B: bool
     time_C: bool
     states: int  # a thread's; see states_a_thread
+    segmented: bool = False  # mask, reset or cu_seqlens; where the kind is not the usual one, always
+
+    def __post_init__(self) -> None:
+        if not is_usual(self.item, self.complex, self.time_B and self.time_C):
+            object.__setattr__(self, "segmented", True)
 
     @property
     def state(self) -> str:
@@ -320,14 +330,17 @@ def states_a_thread(state_item: str, both_vary: bool, state: int) -> int:
     return 4 if state % 4 == 0 else 1
 
 
-def has_time_fast(item: str, is_complex: bool, both_vary: bool) -> bool:
-    """Whether there are kernels whose pairs lie along time; the others read "bdl" one item at a time."""
+def is_usual(item: str, is_complex: bool, both_vary: bool) -> bool:
+    """Whether there are kernels whose pairs lie along time, and kernels without segments.
+
+    The others read "bdl" one item at a time, and look for marks where there are none.
+    """
     return item != "float64" and not is_complex and both_vary
 
 
 def selective_tiles(kind: SelectiveKind) -> tuple[SelectiveTile, ...]:
     """The instantiations of a kind, those that fit every chip first. Summaries use the first."""
-    usual = has_time_fast(kind.item, kind.complex, kind.time_B and kind.time_C)
+    usual = is_usual(kind.item, kind.complex, kind.time_B and kind.time_C)
     return (_TILES if usual else _OTHER_TILES)[kind.states]
 
 
@@ -338,11 +351,12 @@ def selective_kinds() -> list[SelectiveKind]:
         for is_complex in (False, True) if item != "float64" else (False,):
             for time_B in (True, False):
                 for time_C in (True, False):
-                    usual = has_time_fast(item, is_complex, time_B and time_C)
+                    usual = is_usual(item, is_complex, time_B and time_C)
                     for time_fast in (False, True) if usual else (False,):
                         kinds += [
-                            SelectiveKind(item, is_complex, time_fast, time_B, time_C, states)
+                            SelectiveKind(item, is_complex, time_fast, time_B, time_C, states, segmented)
                             for states in (_TILES if usual else _OTHER_TILES)
+                            for segmented in (False, *[True] * usual)
                         ]
     return kinds
 
@@ -428,6 +442,101 @@ def _choose_tile(problem: SelectiveProblem, limits: DeviceLimits, blocks: int) -
             if tile.shared_memory(problem.kind) <= limits.shared_memory:
                 return tile
     return first
+
+
+# --- selective_state_update --------------------------------------------------------------------------------------
+
+UPDATE_THREADS = 128  # kUpdateThreads in selective_state_update.cu
+UPDATE_ROWS = 4  # kRows: rows of the batch that a team of lanes works on at once, and its least size
+_LARGEST_GRID = (2**31 - 1, 65535)
+
+
+@dataclass(frozen=True)
+class UpdateKind:
+    """What a selective_state_update's kernel is specialised for: types, and whether states come in vectors."""
+
+    item: str  # of x and z
+    state: str  # of the state in memory
+    vector: bool
+
+    @property
+    def real(self) -> str:
+        """Accumulation type of what is never complex."""
+        return "float64" if self.item == "float64" else "float32"
+
+    @property
+    def computed(self) -> str:
+        """Item type of the state as computed."""
+        return "complex64" if self.state == "complex64" else self.real
+
+    @property
+    def piece(self) -> int:
+        """States a lane has at once."""
+        return 16 // ITEM_BYTES[self.computed]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks a multiprocessor that the registers are bounded for."""
+        return 6 if self.computed == "float32" else 5
+
+
+def update_kinds() -> list[UpdateKind]:
+    """Every kind there is."""
+    small = ("float32", "bfloat16", "float16")
+    types = [*((item, state) for item in small for state in (*small, "complex64")), ("float64", "float64")]
+    return [UpdateKind(*each, vector) for each in types for vector in (True, False)]
+
+
+@dataclass(frozen=True)
+class UpdateProblem:
+    """Kind and sizes of a selective_state_update."""
+
+    kind: UpdateKind
+    batch: int
+    channels: int
+    state: int
+
+
+@dataclass(frozen=True)
+class UpdateOrder:
+    """What fixes the bits."""
+
+    team: int  # lanes on a channel, a power of two
+
+
+@dataclass(frozen=True)
+class UpdateFit:
+    """What the bits do not depend on."""
+
+    columns: int  # channels side by side in a block, a power of two
+    grid: tuple[int, int]  # over channels, over rows of the batch
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How a selective_state_update runs, and why."""
+
+    order: UpdateOrder
+    fit: UpdateFit
+    reason: str
+
+
+def plan_update(problem: UpdateProblem) -> UpdatePlan:
+    """Lay out a selective_state_update with at least one row and one channel."""
+    team = min(max(_power_of_two(_ceil_div(problem.state, problem.kind.piece)), UPDATE_ROWS), 32)
+    teams = UPDATE_THREADS // team
+    columns = min(teams, _power_of_two(problem.channels))
+    rows = UPDATE_ROWS * teams // columns
+    blocks = _ceil_div(problem.channels, columns), _ceil_div(problem.batch, rows)
+    grid = _forced.get().get("grid", (min(blocks[0], _LARGEST_GRID[0]), min(blocks[1], _LARGEST_GRID[1])))
+    how = "vectors of" if problem.kind.vector else "single"
+    reason = f"{team} lanes on a channel, {how} states; a block has {columns} channels of {rows} rows"
+    return UpdatePlan(UpdateOrder(team), UpdateFit(columns, grid), reason)
+
+
+def _power_of_two(x: int) -> int:
+    """The least that is not below x."""
+    return 1 << max(x - 1, 0).bit_length()
 
 
 # --- NumPy -------------------------------------------------------------------------------------------------------

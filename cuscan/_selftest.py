@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ._arrays import host_place
-from ._plan import DeviceLimits, Lanes, Schedule, SelectiveKind, forced, selective_tiles, states_a_thread
-from ._source import linear_name, selective_name
+from ._plan import DeviceLimits, Lanes, Schedule, SelectiveKind, UpdateKind, forced, selective_tiles, states_a_thread
+from ._source import linear_name, selective_name, update_name
 from .linear import linear_scan
 from .selective import selective_scan
+from .state_update import selective_state_update
 from .testing import oracle
 
 ITEM = "float32"  # what a plain install has on every device
@@ -93,6 +95,8 @@ def _numpy_families() -> Iterator[Family]:
     yield "linear_scan in NumPy", linear_scan, plans, [(_linear_inputs(exact=e), e) for e in (True, False)]
     inputs = [(_selective_inputs(11, exact=e, layout=layout), e) for e in (True, False) for layout in ("bld", "bdl")]
     yield "selective_scan in NumPy", selective_scan, plans, inputs
+    inputs = [(_update_inputs(11, exact=e), e) for e in (True, False)]
+    yield "selective_state_update in NumPy", selective_state_update, [{"segments": 1}], inputs
 
 
 def _families(layouts: tuple[str, ...]) -> Iterator[Family]:
@@ -102,6 +106,10 @@ def _families(layouts: tuple[str, ...]) -> Iterator[Family]:
         block: Arrays = {"schedule": Schedule.BLOCK, "lanes": lanes, "row_warps": 4}
         plans = [*serial, block, {**block, "schedule": Schedule.SPLIT, "chunk": 50}]
         yield _pair(linear_name(lanes, summarise=False, item=ITEM)), linear_scan, plans, inputs
+        cut = [(_cut(given, (3, 333)), exact) for given, exact in inputs]
+        packed = [(_packed(given, 333, (3,)), exact) for given, exact in inputs]
+        name = _pair(linear_name(lanes, summarise=False, item=ITEM, segmented=True))
+        yield name, linear_scan, plans, cut + packed
     for layout in layouts:
         for state in (11, 12, 64):  # 1, 4 and 8 a thread
             states = states_a_thread(ITEM, both_vary=True, state=state)
@@ -114,6 +122,15 @@ def _families(layouts: tuple[str, ...]) -> Iterator[Family]:
                 plans = [{"schedule": Schedule.SERIAL, "tile": tile}, split]
                 name = selective_name(kind, tile, summarise=False)
                 yield name if i else _pair(name), selective_scan, plans, inputs  # the first tile is the summaries'
+                if state == 12 and not i:
+                    cut = [(_cut(given, (1, 47)), exact) for given, exact in inputs]
+                    packed = [(_packed(given, 47, (6, state)), exact) for given, exact in inputs]
+                    name = _pair(selective_name(replace(kind, segmented=True), tile, summarise=False))
+                    yield name, selective_scan, plans, cut + packed
+    for state, vector in ((12, True), (11, False)):
+        inputs = [(_update_inputs(state, exact=exact), exact) for exact in (True, False)]
+        name = update_name(UpdateKind(ITEM, ITEM, vector))
+        yield name, selective_state_update, [{"schedule": Schedule.SERIAL}], inputs
 
 
 def _pair(name: str) -> str:
@@ -121,6 +138,9 @@ def _pair(name: str) -> str:
 
 
 def _check(xp: Any, function: Any, plans: list[Arrays], given: Arrays, *, exact: bool) -> None:
+    if function is selective_state_update:
+        _check_update(xp, given, exact=exact)
+        return
     known = oracle.linear_scan if function is linear_scan else oracle.selective_scan
     moved = {name: xp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
     for reverse in (False, True):
@@ -135,6 +155,37 @@ def _check(xp: Any, function: Any, plans: list[Arrays], given: Arrays, *, exact:
             else:
                 oracle.assert_scan_close(value, expected.value, expected.bound)
                 oracle.assert_scan_close(last, expected.last, expected.last_bound)
+
+
+def _check_update(xp: Any, given: Arrays, *, exact: bool) -> None:
+    """One step against a scan of length 1."""
+    x, dt, B, C, z = (
+        given[name] if given[name] is None else given[name][:, None] for name in ("x", "dt", "B", "C", "z")
+    )
+    expected = oracle.selective_scan(
+        x, dt, given["A"], B, C, given["D"], z, given["dt_bias"], given["dt_softplus"], h0=given["state"]
+    )
+    moved = {name: xp.array(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
+    results = selective_state_update(**moved), moved["state"]
+    y, state = results if xp is np else map(xp.asnumpy, results)
+    if exact:
+        np.testing.assert_array_equal(y, expected.value[:, 0])
+        np.testing.assert_array_equal(state, expected.last)
+    else:
+        oracle.assert_scan_close(y, expected.value[:, 0], expected.bound[:, 0])
+        oracle.assert_scan_close(state, expected.last, expected.last_bound)
+
+
+def _cut(given: Arrays, steps: tuple[int, int]) -> Arrays:
+    """The same with a mask and resets, of shape `steps`."""
+    r = np.random.default_rng(0)
+    return given | {"mask": r.random(steps) < 0.7, "reset": r.random(steps) < 0.1}
+
+
+def _packed(given: Arrays, length: int, rest: tuple[int, ...]) -> Arrays:
+    """The same as three packed sequences, one of them empty."""
+    h0 = np.random.default_rng(0).integers(-4, 5, (3, *rest)).astype(ITEM)
+    return given | {"cu_seqlens": np.array([1, length // 3, length // 3, length - 2]), "h0": h0}
 
 
 def _linear_inputs(*, exact: bool) -> Arrays:
@@ -163,4 +214,14 @@ def _selective_inputs(state: int, *, exact: bool, layout: str) -> Arrays:
         given["A"] = r.choice(np.array([0, -1e4], ITEM), (channels, state))
         given["delta"] = r.integers(0, 2, given["delta"].shape).astype(ITEM)
         given.update(z=None, delta_bias=None, delta_softplus=False)
+    return given
+
+
+def _update_inputs(state: int, *, exact: bool) -> Arrays:
+    """A batch that has the steps of what a selective_scan is checked with as its rows."""
+    scan = _selective_inputs(state, exact=exact, layout="bld")
+    names = {"u": "x", "delta": "dt", "B": "B", "C": "C", "z": "z"}
+    given: Arrays = {to: None if scan[name] is None else scan[name][0] for name, to in names.items()}
+    given.update(A=scan["A"], D=scan["D"], dt_bias=scan["delta_bias"], dt_softplus=scan["delta_softplus"])
+    given["state"] = np.repeat(scan["h0"], len(given["x"]), axis=0)
     return given

@@ -13,7 +13,17 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from ._plan import BLOCK_WARPS, Lanes, SelectiveKind, SelectiveTile, selective_kinds, selective_tiles
+from ._plan import (
+    BLOCK_WARPS,
+    UPDATE_THREADS,
+    Lanes,
+    SelectiveKind,
+    SelectiveTile,
+    UpdateKind,
+    selective_kinds,
+    selective_tiles,
+    update_kinds,
+)
 
 # Options that fix the bits: no contraction but the written one. CuPy adds -ftz=true.
 OPTIONS = ("-std=c++17", "-fmad=false")
@@ -30,11 +40,14 @@ _CPP = {
 # The argument structs of cuda_src/*_args.cuh as _launch.py packs them. The text asserts the sizes.
 LINEAR_ARRAY = "<9q"
 LINEAR_TAIL = "<2q2d2f" + "8q" + "4q" + "3i4x"
-LINEAR_ARGS = 5 * struct.calcsize(LINEAR_ARRAY) + struct.calcsize(LINEAR_TAIL)
+LINEAR_SEGMENTS = "<2q"
+LINEAR_ARGS = 6 * struct.calcsize(LINEAR_ARRAY) + struct.calcsize(LINEAR_TAIL) + struct.calcsize(LINEAR_SEGMENTS)
 _SEQUENCE_ARRAY, _COUPLE_ARRAY = "4q2i", "6q3i4x"
 SELECTIVE_HEAD = "<" + 5 * _SEQUENCE_ARRAY + 2 * _COUPLE_ARRAY + "5q" + "7q" + "3q" + "5q"
-SELECTIVE_TAIL = "<4q" + "2d2f" + "9i4x"
+SELECTIVE_TAIL = "<4q" + "2d2f" + "9i4x" + "6q"
 SELECTIVE_ARGS = struct.calcsize(SELECTIVE_HEAD) + struct.calcsize(SELECTIVE_TAIL)
+MARK_ARGS = "<" + 2 * "8q" + "3q" + "8q" + "2q" + "4i"
+MARK_THREADS = 128
 
 
 @dataclass(frozen=True)
@@ -77,13 +90,24 @@ def _module(
     return KernelSource("\n".join(_flatten(file, set()) + tail) + "\n", names, shared or {})
 
 
-def linear_name(lanes: Lanes, summarise: bool, item: str) -> str:
+@cache
+def marks_source() -> KernelSource:
+    """The kernel that makes marks of mask, reset and cu_seqlens."""
+    entry = (
+        f'extern "C" __global__ void __launch_bounds__({MARK_THREADS}) step_marks(const MarkArgs args) '
+        "{ make_marks(args); }"
+    )
+    return _module("step_marks.cu", ("MarkArgs", struct.calcsize(MARK_ARGS)), {"step_marks": entry})
+
+
+def linear_name(lanes: Lanes, summarise: bool, item: str, *, segmented: bool = False) -> str:
     """Entry point of a linear_scan kernel."""
-    return f"linear_scan_{lanes.value}_{'summarise' if summarise else 'apply'}_{item}"
+    what = "summarise" if summarise else "apply"
+    return "_".join(["linear_scan", lanes.value, what, *["segmented"] * segmented, item])
 
 
 @cache
-def linear_source(item: str) -> KernelSource:
+def linear_source(item: str, *, segmented: bool = False) -> KernelSource:
     """Every linear_scan kernel that a call on this item type can need."""
     from ._arrays import accumulation
 
@@ -94,14 +118,18 @@ def linear_source(item: str) -> KernelSource:
         wanted.append((accumulation(item), False))
     for each, summarise in wanted:
         for lanes in Lanes:
-            name = linear_name(lanes, summarise, each)
+            name = linear_name(lanes, summarise, each, segmented=segmented)
             blocks = 1 if each == "complex128" else 2  # a multiprocessor, that the registers are bounded for
             entries[name] = (
                 f'extern "C" __global__ void __launch_bounds__({32 * BLOCK_WARPS}, {blocks}) '
                 f"{name}(const LinearArgs args) "
-                f"{{ linear_{lanes.value}<{_CPP[each]}, {str(summarise).lower()}>(args); }}"
+                f"{{ linear_{lanes.value}<{_CPP[each]}, {_flags(summarise, segmented)}>(args); }}"
             )
     return _module("linear_scan.cu", ("LinearArgs", LINEAR_ARGS), entries)
+
+
+def _flags(*values: bool) -> str:
+    return ", ".join(str(value).lower() for value in values)
 
 
 def selective_name(kind: SelectiveKind, tile: SelectiveTile, summarise: bool) -> str:
@@ -112,6 +140,7 @@ def selective_name(kind: SelectiveKind, tile: SelectiveTile, summarise: bool) ->
         + ["time"] * kind.time_fast
         + ["constB"] * (not kind.time_B)
         + ["constC"] * (not kind.time_C)
+        + ["segmented"] * kind.segmented
     )
     return "_".join([*parts, f"{tile.states}x{tile.groups}x{tile.channels}x{tile.steps}"])
 
@@ -124,7 +153,7 @@ def selective_source(kind: SelectiveKind) -> KernelSource:
         template = ", ".join(
             [_CPP[kind.item], _CPP[kind.state]]
             + [str(size) for size in (tile.states, tile.groups, tile.channels, tile.steps)]
-            + [str(flag).lower() for flag in (kind.time_fast, kind.time_B, kind.time_C)]
+            + [_flags(kind.time_fast, kind.time_B, kind.time_C, kind.segmented)]
         )
         entries[f"shared memory of {template}"] = (
             f"static_assert(sizeof(SelectiveTile<{template}>::Shared) == {tile.shared_memory(kind)}, "
@@ -137,22 +166,52 @@ def selective_source(kind: SelectiveKind) -> KernelSource:
                 f'extern "C" __global__ void __launch_bounds__({tile.threads}, {tile.blocks}) '
                 f"{name}(const SelectiveArgs args) {{\n"
                 f"  extern __shared__ __align__(16) unsigned char memory[];\n"
-                f"  selective_scan<SelectiveTile<{template}>, {str(summarise).lower()}>(args, memory);\n}}"
+                f"  selective_scan<SelectiveTile<{template}>, {_flags(summarise)}>(args, memory);\n}}"
             )
     return _module("selective_scan.cu", ("SelectiveArgs", SELECTIVE_ARGS), entries, shared)
 
 
+UPDATE_ARGS = "<11q" + "3q8q2q3q3q3q5q" + "2d2f" + "12i"  # the addresses first
+
+
+def update_name(kind: UpdateKind) -> str:
+    """Entry point of a selective_state_update kernel."""
+    return f"selective_state_update_{'vector' if kind.vector else 'single'}_{kind.item}_{kind.state}"
+
+
+@cache
+def update_source(item: str, state: str) -> KernelSource:
+    """Both selective_state_update kernels of an item type of x and one of the state."""
+    entries = {}
+    for kind in (UpdateKind(item, state, vector) for vector in (True, False)):
+        name = update_name(kind)
+        template = ", ".join([_CPP[item], _CPP[state], _CPP[kind.computed], str(kind.vector).lower()])
+        entries[name] = (
+            f'extern "C" __global__ void __launch_bounds__({UPDATE_THREADS}, {kind.blocks}) '
+            f"{name}(const UpdateArgs args) {{ selective_state_update<{template}>(args); }}"
+        )
+    return _module("selective_state_update.cu", ("UpdateArgs", struct.calcsize(UPDATE_ARGS)), entries)
+
+
 def all_sources() -> dict[str, KernelSource]:
     """Every module there is, by a readable name."""
-    sources = {f"linear_scan {item}": linear_source(item) for item in _CPP}
+    sources = {"step_marks": marks_source()}
+    for segmented in (False, True):
+        for item in _CPP:
+            sources[" ".join(["linear_scan", item, *["segmented"] * segmented])] = linear_source(
+                item, segmented=segmented
+            )
     for kind in selective_kinds():
         flags = [
             *["complex"] * kind.complex,
             *["time"] * kind.time_fast,
             *["constant B"] * (not kind.time_B),
             *["constant C"] * (not kind.time_C),
+            *["segmented"] * kind.segmented,
         ]
         sources[" ".join(["selective_scan", kind.item, *flags, f"{kind.states} states"])] = selective_source(kind)
+    for item, state in dict.fromkeys((kind.item, kind.state) for kind in update_kinds()):
+        sources[f"selective_state_update {item}, state {state}"] = update_source(item, state)
     return sources
 
 

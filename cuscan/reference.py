@@ -3,19 +3,25 @@
 Time is a Python loop; everything that has the same step is one array operation. `segments` cuts the time axis
 into pieces of equal length (the last may be shorter) that are worked on side by side, in three phases:
 
-    summaries      of each segment: the product of its gates, and its state when it starts from zero
+    summaries      of each segment: the product of its gates, its state when nothing enters, and whether a reset
+                   in it hides what does
     seeds          the scan of the summaries: the state that enters each segment
     application    the recurrence in every segment from its seed
 
 The segment is the last axis of every work array. One segment has no summaries and is the plain loop. Inputs
 are staged a few steps at a time (a tile), time first, contiguous and in the accumulation type. What a tile
-holds past the end of a shorter last segment is computed with and thrown away: its last state is taken when
-its last step has been done.
+holds past the end of a shorter last segment is computed with and thrown away: a last state is taken when the
+last step of its sequence has been done.
+
+What is special about a step enters where it is formed, by select, since 0 * NaN is NaN. A masked step has gate 1
+and input 0. The first step of a sequence is a reset to the state that h0 leads to there. So packed sequences are
+one scan of the whole axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
+from itertools import pairwise, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,11 +35,10 @@ TILE_STEPS = 64
 
 
 class _Cut(NamedTuple):
-    """The time axis in `segments` pieces of `size` steps, the last of `last`; `tile` steps are staged."""
+    """The time axis in `segments` pieces of `size` steps, the last maybe shorter; `tile` steps are staged."""
 
     segments: int
     size: int
-    last: int
     tile: int
     segments_inside: bool
 
@@ -44,13 +49,13 @@ class _Cut(NamedTuple):
         """Steps start to stop: (steps, ..., segments - 1) of the whole segments, (steps, ...) of the last."""
         whole = (self.segments - 1) * self.size
         head = x[:whole].reshape(self.segments - 1, self.size, *x.shape[1:])[:, start:stop]
-        return np.moveaxis(head, 0, -1), x[whole + start : whole + stop]
+        return head.transpose(*range(1, head.ndim), 0), x[whole + start : whole + stop]
 
     def empty(self, steps: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """(steps, *shape, segments); in memory too, or with the segments before the shape."""
         if self.segments_inside:
             return np.empty((steps, *shape, self.segments), dtype)
-        return np.moveaxis(np.empty((steps, self.segments, *shape), dtype), 1, -1)
+        return np.empty((steps, self.segments, *shape), dtype).transpose(0, *range(2, len(shape) + 2), 1)
 
     def stage(self, x: Array, start: int, stop: int, dtype: np.dtype[Any]) -> Array:
         """(steps, ..., segments)."""
@@ -60,6 +65,12 @@ class _Cut(NamedTuple):
         tile[: len(tail), ..., -1] = tail
         tile[len(tail) :, ..., -1] = 0
         return tile
+
+    def flags(self, x: Array | None) -> Iterator[Array | None]:
+        """(..., segments) for each step."""
+        if x is None:
+            return repeat(None)
+        return (row for start, stop in self.tiles() for row in self.stage(x, start, stop, x.dtype))
 
     def store(self, tile: Array, out: Array, start: int, stop: int) -> None:
         if out.dtype.name == "bfloat16" and tile.dtype == np.float64:
@@ -83,37 +94,103 @@ def _cut(length: int, segments: int, step_elements: int, *, segments_inside: boo
     size = -(-length // min(max(segments, 1), length))
     segments = -(-length // size)
     tile = TILE_ELEMENTS // max(step_elements * segments, 1)
-    last = length - (segments - 1) * size
-    return _Cut(segments, size, last, min(max(tile, 1), TILE_STEPS), segments_inside)
+    return _Cut(segments, size, min(max(tile, 1), TILE_STEPS), segments_inside)
 
 
-def _states(steps: Steps, cut: _Cut, h: Array, h0: Array | None, last: Array) -> Iterator[None]:
-    """Run the three phases with `h` (..., segments) as the state, stopping after each step; `last` is filled.
+def _bounds(length: int, cu_seqlens: Array | None, *, reverse: bool) -> list[int]:
+    """cu_seqlens in the direction of the scan."""
+    bounds = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
+    return [length - bound for bound in reversed(bounds)] if reverse else bounds
 
-    Without h0 no state enters the first step: it takes the input as it is, and not gate * 0 + input, which is
-    NaN for an infinite gate and loses -0.0.
+
+class _Marks(NamedTuple):
+    """What is special about steps: mask and reset, time first, and where sequences start and end.
+
+    The keys of `starts` and `ends` are steps of a segment, the values pairs of a segment and a sequence.
     """
-    h[..., 0] = 0 if h0 is None else h0
+
+    mask: Array | None
+    reset: Array | None
+    starts: dict[int, list[tuple[int, int]]]
+    ends: dict[int, list[tuple[int, int]]]
+
+
+def _marks(cut: _Cut, mask: Array | None, reset: Array | None, bounds: list[int]) -> _Marks:
+    marks = _Marks(mask, reset, {}, {})
+    for sequence, (start, stop) in enumerate(pairwise(bounds)):
+        if start < stop:
+            marks.starts.setdefault(start % cut.size, []).append((start // cut.size, sequence))
+            marks.ends.setdefault((stop - 1) % cut.size, []).append(((stop - 1) // cut.size, sequence))
+    return marks
+
+
+def _former(cut: _Cut, marks: _Marks, entering: Array | None) -> Callable[[int, Array, Array], Array | None]:
+    """A function to call on every special step in turn: it edits gate and input and returns the step's reset.
+
+    `entering` (sequences, ...) is h0.
+    """
+    flags = zip(cut.flags(marks.mask), cut.flags(marks.reset), strict=False)
+
+    def form(t: int, gate: Array, drive: Array) -> Array | None:
+        counts, reset = next(flags)
+        if counts is not None:
+            masked = ~counts
+            np.copyto(gate, 1, where=masked)
+            np.copyto(drive, 0, where=masked)
+        if t not in marks.starts:
+            return reset
+        first = np.zeros(cut.segments, bool)
+        for segment, sequence in marks.starts[t]:
+            first[segment] = True
+            if entering is not None:
+                h = gate[..., segment] * entering[sequence] + drive[..., segment]
+                np.copyto(drive[..., segment], h, where=True if reset is None else ~reset[..., segment])
+        return first if reset is None else reset | first
+
+    return form
+
+
+def _states(steps: Steps, cut: _Cut, marks: _Marks, h: Array, last: Array, *, enters: bool) -> Iterator[None]:
+    """Run the three phases with `h` (..., segments) as the state, stopping after each step.
+
+    `last` (sequences, ...) is filled; with `enters` it holds h0 before. Where no state enters, a first step takes
+    the input as it is, and not gate * 0 + input, which is NaN for an infinite gate and loses -0.0.
+    """
+    # A copy, because a sequence that reaches into the next segment may end before the step in which it starts.
+    entering = last.copy() if enters else None
+    special: Container[int] = marks.starts if marks.mask is None and marks.reset is None else range(cut.size)
+    h[..., 0] = 0
     if cut.segments > 1:
         product, local = np.empty_like(h), np.empty_like(h)
+        hides: Array = np.zeros(cut.segments, bool)
+        form = _former(cut, marks, entering)
         for t, (gate, drive) in enumerate(steps()):
+            reset = form(t, gate, drive) if t in special else None
+            if reset is not None:
+                hides = hides | reset
             if t == 0:
                 product[...], local[...] = gate, drive
                 continue
             np.multiply(product, gate, out=product)
             np.multiply(local, gate, out=local)
             np.add(local, drive, out=local)
+            if reset is not None:
+                np.copyto(local, drive, where=reset)
+        hidden = np.logical_or.reduce(hides.reshape(-1, cut.segments)).tolist()
         for k in range(cut.segments - 1):
-            h[..., k + 1] = local[..., k]
-            if k > 0 or h0 is not None:
-                h[..., k + 1] += product[..., k] * h[..., k]
+            h[..., k + 1] = product[..., k] * h[..., k] + local[..., k]
+            if hidden[k]:
+                np.copyto(h[..., k + 1], local[..., k], where=hides[..., k])
+    form = _former(cut, marks, entering)
     for t, (gate, drive) in enumerate(steps()):
+        reset = form(t, gate, drive) if t in special else None
         np.multiply(h, gate, out=h)
         np.add(h, drive, out=h)
-        if t == 0 and h0 is None:
-            h[..., 0] = drive[..., 0]
-        if t == cut.last - 1:
-            last[...] = h[..., -1]
+        if reset is not None:
+            np.copyto(h, drive, where=reset)
+        if t in marks.ends:
+            for segment, sequence in marks.ends[t]:
+                last[sequence] = h[..., segment]
         yield
 
 
@@ -128,33 +205,43 @@ def linear_scan(
     reverse: bool,
     accumulate: np.dtype[Any],
     segments: int,
+    mask: Array | None = None,
+    reset: Array | None = None,
+    cu_seqlens: Array | None = None,
 ) -> Array:
     """Write h[t] = a[t] h[t-1] + b[t] to `out` and return the last state in the accumulation type.
 
-    `a` broadcasts to b's shape; `out` may be the memory of `a` or `b`.
+    `a` broadcasts to b's shape, and mask and reset have it; `out` may be the memory of `a` or `b`. With
+    cu_seqlens, the first axis of h0 and the last state counts the sequences.
     """
     a, b, out = (_time_first(x, axis, reverse=reverse) for x in (np.broadcast_to(a, b.shape), b, out))
-    last = np.zeros(b.shape[1:], accumulate)
+    mask, reset = (x if x is None else _time_first(x, axis, reverse=reverse) for x in (mask, reset))
+    length, shape = len(b), b.shape[1:]
+    bounds = _bounds(length, cu_seqlens, reverse=reverse)
+    last = np.zeros((len(bounds) - 1, *shape), accumulate)
+    result = last[0, ...] if cu_seqlens is None else last
     if h0 is not None:
-        last[...] = h0
+        result[...] = h0
     if b.size == 0:
-        return last
-    cut = _cut(len(b), segments, last.size, segments_inside=False)
+        return result
+    cut = _cut(length, segments, b[0].size, segments_inside=False)
+    marks = _marks(cut, mask, reset, bounds)
 
     def steps() -> Iterator[tuple[Array, Array]]:
         for start, stop in cut.tiles():
             yield from zip(cut.stage(a, start, stop, accumulate), cut.stage(b, start, stop, accumulate), strict=True)
 
-    h = cut.empty(1, last.shape, accumulate)[0]
-    states = _states(steps, cut, h, h0, last)
+    h = cut.empty(1, shape, accumulate)[0]
+    states = _states(steps, cut, marks, h, last[:: -1 if reverse else 1], enters=h0 is not None)
     for start, stop in cut.tiles():
         # The states stage a whole tile before its first step, so out may be what they are read from.
-        tile = cut.empty(stop - start, last.shape, accumulate)
+        tile = cut.empty(stop - start, shape, accumulate)
         for row in tile:
             next(states)
             row[...] = h
         cut.store(tile, out, start, stop)
-    return last
+    out[: bounds[0]] = out[bounds[-1] :] = 0
+    return result
 
 
 @np.errstate(all="ignore")
@@ -175,22 +262,30 @@ def selective_scan(
     reverse: bool,
     accumulate: np.dtype[Any],
     segments: int,
+    mask: Array | None = None,
+    reset: Array | None = None,
+    cu_seqlens: Array | None = None,
 ) -> Array:
     """Write the selective scan to `out` and return the last state (batch, channels, state).
 
     u, delta, z and out are (batch, length, channels), B and C (batch, length, groups, state) or
-    (channels, state). The state's work arrays are (batch, state, channels, segments).
+    (channels, state), mask and reset (batch, length). The state's work arrays are (batch, state, channels,
+    segments). With cu_seqlens, batch is 1 and the first axis of h0 and the last state counts the sequences.
     """
     batch, length, channels = u.shape
     states = A.shape[1]
-    last = np.zeros((batch, channels, states), accumulate)
+    bounds = _bounds(length, cu_seqlens, reverse=reverse)
+    last = np.zeros((len(bounds) - 1, batch, channels, states), accumulate)
+    result = last[0, ...] if cu_seqlens is None else last[:, 0]
     if h0 is not None:
-        last[...] = h0
+        result[...] = h0
     if u.size == 0:
-        return last
+        return result
     cut = _cut(length, segments, batch * channels, segments_inside=True)
     real = np.empty(0, accumulate).real.dtype
     u, delta, out = (_time_first(x, 1, reverse=reverse) for x in (u, delta, out))
+    mask, reset = (x if x is None else _time_first(x[..., None, None], 1, reverse=reverse) for x in (mask, reset))
+    marks = _marks(cut, mask, reset, bounds)
     rates = A.T.astype(accumulate)[..., None]
     B_steps, C_steps = (_matrix(x, cut, channels, accumulate, reverse=reverse) for x in (B, C))
     h = cut.empty(1, (batch, states, channels), accumulate)[0]
@@ -207,8 +302,8 @@ def selective_scan(
                 yield gate, drive
 
     work = np.empty_like(h)
-    entering = None if h0 is None else h0.swapaxes(1, 2)
-    running = _states(steps, cut, h, entering, last.swapaxes(1, 2))
+    by_sequence = last[:: -1 if reverse else 1].swapaxes(2, 3)
+    running = _states(steps, cut, marks, h, by_sequence, enters=h0 is not None)
     for start, stop in cut.tiles():
         y = cut.empty(stop - start, (batch, channels), real)
         for row, matrix in zip(y, C_steps(start, stop), strict=True):
@@ -221,8 +316,11 @@ def selective_scan(
             y += cut.stage(u, start, stop, real) * D.astype(real)[:, None]
         if z is not None:
             y *= _silu(cut.stage(_time_first(z, 1, reverse=reverse), start, stop, real))
+        if mask is not None:
+            np.copyto(y, 0, where=~cut.stage(mask, start, stop, mask.dtype)[:, :, 0])
         cut.store(y, out, start, stop)
-    return last
+    out[: bounds[0]] = out[bounds[-1] :] = 0
+    return result
 
 
 def _time_first(x: Array, axis: int, *, reverse: bool) -> Array:

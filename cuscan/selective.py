@@ -9,7 +9,7 @@ import numpy as np
 
 from . import _arrays, _launch, _plan, reference
 from ._arrays import Array, Call, Place
-from ._plan import SelectiveKind, has_time_fast, states_a_thread
+from ._plan import SelectiveKind, is_usual, states_a_thread
 
 _AXES = {
     "bld": ("(batch, length, channels)", "(batch, length, state)", "(batch, length, groups, state)"),
@@ -76,7 +76,17 @@ def selective_scan(
         State before the first step (the last with `reverse`), in the accumulation type. Zero if absent.
     reverse : bool
         Run from the last step to the first.
-    mask, reset, cu_seqlens, return_states
+    mask : array of bool (batch, length), optional
+        True where a step counts (as Hugging Face's attention_mask); elsewhere it leaves the state unchanged, whatever
+        the inputs hold, NaN included, and y is 0. The same shape in both layouts.
+    reset : array of bool (batch, length), optional
+        The state that enters such a step is zero, `h0` too. It acts also where `mask` is False.
+    cu_seqlens : array (sequences + 1,), optional
+        Offsets, int32 or int64, of sequences packed along time, in a batch of 1: number i is steps cu_seqlens[i] to
+        cu_seqlens[i + 1] - 1, and may be empty. `h0` and the last state are (sequences, channels, state); an empty
+        one returns its h0, or 0. Steps outside of all have y = 0. The offsets ascend in [0, length]: on NumPy arrays
+        that is checked, on a GPU only with CUSCAN_CHECK=1 in the environment, because it costs a synchronisation.
+    return_states
         Not supported in this version.
     delta_limit : (float, float), optional
         Clip delta (after softplus) to this range; NaN stays NaN.
@@ -106,7 +116,8 @@ def selective_scan(
     Accumulation is in float32 for float16, bfloat16 and float32, in float64 for float64 (then u, delta, B, C and z
     are all float64), and in complex64 with complex A. Scratch: where the plan cuts time into chunks, two arrays
     (batch, chunks, state, channels) in the accumulation type; where the states take several slices, one array of
-    u's shape in float32 (float64 for float64).
+    u's shape in float32 (float64 for float64). With `mask`, `reset` or `cu_seqlens` 16 bytes more for each 32 of their
+    steps, and with `cu_seqlens` 4 bytes a step.
 
     Examples
     --------
@@ -119,14 +130,15 @@ def selective_scan(
     >>> y.shape, h.shape
     ((3, 64, 5), (3, 5, 16))
     """
-    _arrays.check_not_yet(mask=mask, reset=reset, cu_seqlens=cu_seqlens, return_states=return_states)
+    _arrays.check_not_yet(return_states=return_states)
     delta_softplus = _arrays.check_flag("delta_softplus", delta_softplus)
     return_last_state = _arrays.check_flag("return_last_state", return_last_state)
     reverse = _arrays.check_flag("reverse", reverse)
     if layout not in _AXES:
         raise ValueError(f"layout must be 'bld' or 'bdl', got {layout!r}")
-    limits = _check_limits(delta_limit)
+    limits = _arrays.check_limits("delta_limit", delta_limit)
     given = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias, "h0": h0}
+    given |= {"mask": mask, "reset": reset, "cu_seqlens": cu_seqlens}
     for name, x in (given | {"out": out}).items():
         if _arrays.is_python_scalar(x) or (x is None and name in ("u", "delta", "A", "B", "C")):
             raise TypeError(f"{name} must be an array, got {type(x).__name__}")
@@ -139,6 +151,8 @@ def selective_scan(
     item = _arrays.output_item(kind.item, out_dtype, out)
     if out is not None:
         _arrays.check_out(out, shape, {name: x for name, x in arrays.items() if x is not None})
+    if arrays["cu_seqlens"] is not None:
+        _arrays.check_offsets(arrays["cu_seqlens"], sizes.length)
 
     with call.place() as place:
         options = _Options(delta_softplus, limits, reverse)
@@ -148,7 +162,7 @@ def selective_scan(
             return (y, last) if return_last_state else y
         arrays = dict(zip(arrays, _arrays.usable(place, *arrays.values()), strict=True))
         target = out if out is not None and _arrays.is_aligned(out) else place.allocate(shape, item)
-        last = place.allocate((sizes.batch, sizes.channels, sizes.state), kind.state) if return_last_state else None
+        last = place.allocate((sizes.states, sizes.channels, sizes.state), kind.state) if return_last_state else None
         _run(place, _views(arrays, layout), _time_second(target, layout), last, kind, sizes, options)
         if out is not None and target is not out:
             _arrays.assign(out, target)
@@ -162,6 +176,7 @@ class _Sizes(NamedTuple):
     channels: int
     state: int
     groups: int
+    states: int  # states that enter and leave: batch, or packed sequences
 
 
 class _Options(NamedTuple):
@@ -176,6 +191,7 @@ def _run_numpy(x: dict[str, Any], y: Array, kind: SelectiveKind, sizes: _Sizes, 
         delta_softplus=options.softplus, delta_limit=options.limits, reverse=options.reverse,
         accumulate=np.dtype(kind.state),
         segments=_plan.plan_segments(sizes.batch * sizes.channels * sizes.state, sizes.length),
+        mask=x["mask"], reset=x["reset"], cu_seqlens=x["cu_seqlens"],
     )  # fmt: skip
 
 
@@ -189,37 +205,51 @@ def _run(
     options: _Options,
 ) -> None:
     """Plan and launch; y and last are written."""
-    if 0 in sizes:
-        # No state or no step, so nothing to launch: y is D u silu(z), and the last state h0.
-        if last is not None:
-            last[...] = 0 if x["h0"] is None else x["h0"]
-        if y.size:
-            value = 0.0 if x["D"] is None else x["u"].astype("float64") * x["D"].astype("float64")
-            if x["z"] is not None:
-                gate = x["z"].astype("float64")
-                value = value * gate / (1 + np.exp(-gate))
-            y[...] = value
+    size = (sizes.batch, sizes.length, sizes.channels, sizes.state, sizes.groups)
+    if last is not None and (0 in size or x["cu_seqlens"] is not None):
+        _arrays.assign(last, 0 if x["h0"] is None else x["h0"])  # what an empty sequence returns
+    if 0 in size:
+        _stateless(x, y)
         return
+    segments = None
+    if any(x[name] is not None for name in ("mask", "reset", "cu_seqlens")):
+        mask, reset = (_flags(place, x[name], options.reverse) for name in ("mask", "reset"))
+        segments = _launch.Segments(mask, reset, x["cu_seqlens"], options.reverse)
     kind = _oriented(kind, x["u"])
-    plan = _plan.plan_selective(_plan.SelectiveProblem(kind, *sizes), place.limits)
+    plan = _plan.plan_selective(_plan.SelectiveProblem(kind, *size), place.limits)
     call = _launch.SelectiveCall(
         kind=kind, u=x["u"], delta=x["delta"], A=x["A"], B=x["B"], C=x["C"], D=x["D"], z=x["z"],
         delta_bias=x["delta_bias"], initial=x["h0"], output=y, last=last, groups=sizes.groups,
-        softplus=options.softplus, limits=options.limits,
+        softplus=options.softplus, limits=options.limits, segments=segments,
     )  # fmt: skip
     _launch.selective(place, plan, call, -1 if options.reverse else 1)
 
 
-def _check_limits(limits: Any) -> tuple[float, float] | None:
-    if limits is None:
+def _flags(place: Place, x: Array | None, reverse: bool) -> _launch.Rows | None:
+    """mask or reset, (batch, length), from its first step in the direction of the scan."""
+    if x is None:
         return None
-    try:
-        lowest, highest = (float(x) for x in limits)
-    except (TypeError, ValueError):
-        raise TypeError(f"delta_limit must be a pair of numbers, got {limits!r}") from None
-    if not lowest <= highest:
-        raise ValueError(f"delta_limit must be (lowest, highest) with lowest <= highest, got {limits!r}")
-    return lowest, highest
+    batch, time = x.strides
+    start = place.pointer(x)
+    return _launch.Rows(
+        start + (x.shape[1] - 1) * time if reverse else start, -time if reverse else time, (batch,), "bool"
+    )
+
+
+def _stateless(x: dict[str, Any], y: Array) -> None:
+    """No state or no step, so nothing to launch: y is D u silu(z)."""
+    if not y.size:
+        return
+    value = 0.0 if x["D"] is None else x["u"].astype("float64") * x["D"].astype("float64")
+    if x["z"] is not None:
+        gate = x["z"].astype("float64")
+        value = value * gate / (1 + np.exp(-gate))
+    y[...] = value
+    if x["mask"] is not None:
+        y[~x["mask"]] = 0
+    if (offsets := x["cu_seqlens"]) is not None:
+        y[:, : int(offsets[0])] = 0
+        y[:, int(offsets[-1]) :] = 0
 
 
 def _check_types(arrays: dict[str, Array]) -> SelectiveKind:
@@ -244,7 +274,10 @@ def _check_types(arrays: dict[str, Array]) -> SelectiveKind:
     vary = arrays["B"].ndim != 2, arrays["C"].ndim != 2
     state_item = "complex64" if is_complex else _arrays.accumulation(item)
     states = states_a_thread(state_item, all(vary), arrays["A"].shape[-1])
-    kind = SelectiveKind(item, is_complex, time_fast=False, time_B=vary[0], time_C=vary[1], states=states)
+    segmented = any(arrays[name] is not None for name in ("mask", "reset", "cu_seqlens"))
+    kind = SelectiveKind(
+        item, is_complex, time_fast=False, time_B=vary[0], time_C=vary[1], states=states, segmented=segmented
+    )
     if arrays["h0"] is not None and _arrays.item_name(arrays["h0"]) != kind.state:
         raise TypeError(f"h0 must be {kind.state}, the accumulation type here, got {_arrays.item_name(arrays['h0'])}")
     return kind
@@ -252,6 +285,7 @@ def _check_types(arrays: dict[str, Array]) -> SelectiveKind:
 
 def _check_shapes(arrays: dict[str, Array], layout: str) -> _Sizes:
     u, A = arrays["u"], arrays["A"]
+    _arrays.check_marks(arrays["mask"], arrays["reset"], arrays["cu_seqlens"])
     sequence_axes, couple_axes, grouped_axes = _AXES[layout]
     if u.ndim != 3:
         raise ValueError(f"u must have three axes {sequence_axes}, got shape {tuple(u.shape)}")
@@ -271,8 +305,17 @@ def _check_shapes(arrays: dict[str, Array], layout: str) -> _Sizes:
     for name in ("D", "delta_bias"):
         if arrays[name] is not None:
             _arrays.check_shape(name, arrays[name], (channels,), "(channels,)")
+    for name in ("mask", "reset"):
+        if arrays[name] is not None:
+            _arrays.check_shape(name, arrays[name], (batch, length), "(batch, length)")
+    states = batch
+    if (offsets := arrays["cu_seqlens"]) is not None:
+        if batch != 1:
+            raise ValueError(f"with cu_seqlens the batch must be 1, got u of shape {tuple(u.shape)}")
+        states = len(offsets) - 1
     if arrays["h0"] is not None:
-        _arrays.check_shape("h0", arrays["h0"], (batch, channels, state), "(batch, channels, state)")
+        axes = "(batch, channels, state)" if offsets is None else "(sequences, channels, state)"
+        _arrays.check_shape("h0", arrays["h0"], (states, channels, state), axes)
     groups = {}
     for name in ("B", "C"):
         x = arrays[name]
@@ -297,7 +340,7 @@ def _check_shapes(arrays: dict[str, Array], layout: str) -> _Sizes:
         groups[name] = count
     if len(set(groups.values())) > 1:
         raise ValueError(f"B and C must have the same number of groups, got {groups['B']} and {groups['C']}")
-    return _Sizes(batch, length, channels, state, groups.get("B", groups.get("C", 1)))
+    return _Sizes(batch, length, channels, state, groups.get("B", groups.get("C", 1)), states)
 
 
 def _views(arrays: dict[str, Any], layout: str) -> dict[str, Any]:
@@ -310,7 +353,7 @@ def _oriented(kind: SelectiveKind, u: Array) -> SelectiveKind:
     """The kind whose pairs lie along the axis of u, (batch, length, channels), whose neighbours are closest."""
     length, channels = u.shape[1:]
     closer = length > 1 and (channels == 1 or abs(u.strides[1]) < abs(u.strides[2]))
-    return replace(kind, time_fast=closer and has_time_fast(kind.item, kind.complex, kind.time_B and kind.time_C))
+    return replace(kind, time_fast=closer and is_usual(kind.item, kind.complex, kind.time_B and kind.time_C))
 
 
 def _time_second(x: Array | None, layout: str) -> Array | None:

@@ -8,12 +8,13 @@ need Hypothesis.
 
 from . import oracle
 from .executors import Gpu, Host, Numpy
-from .laws import Monoid, affine_monoid, check_monoid, cuda_monoid
+from .laws import Monoid, affine_monoid, check_monoid, cuda_monoid, segmented_monoid
 from .oracle import assert_scan_close
 from .problems import Layout, LinearProblem, Plan, SelectiveProblem
 from .strategies import linear_problems, selective_problems
 
 __all__ = [
     "Gpu", "Host", "Layout", "LinearProblem", "Monoid", "Numpy", "Plan", "SelectiveProblem", "affine_monoid",
-    "assert_scan_close", "check_monoid", "cuda_monoid", "linear_problems", "oracle", "selective_problems",
+    "assert_scan_close", "check_monoid", "cuda_monoid", "linear_problems", "oracle", "segmented_monoid",
+    "selective_problems",
 ]  # fmt: skip

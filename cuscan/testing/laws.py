@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
@@ -270,3 +270,49 @@ def affine_monoid(item: str, executor: Host | Gpu) -> Monoid:
         state=_CPP[item],
         states=states,
     )
+
+
+# Segmented maps with the flag as a number, so that all fields are of one type.
+_FLAT = """
+#line 1 "laws"
+struct Flat {{
+  {real} gate, input, resets;
+  static __device__ Flat identity() {{ return {{1, 0, 0}}; }}
+}};
+__device__ Segmented<{real}> cut(Flat x) {{ return {{x.gate, x.input, x.resets != 0}}; }}
+__device__ Flat flat(Segmented<{real}> x) {{ return {{x.gate, x.input, ({real})x.resets}}; }}
+__device__ Flat combine(Flat earlier, Flat later) {{ return flat(combine(cut(earlier), cut(later))); }}
+__device__ {real} apply(Flat map, {real} state) {{ return apply(cut(map), state); }}
+__device__ Flat from_last_lane(Flat x) {{ return flat(from_last_lane(cut(x))); }}
+__device__ Flat warp_inclusive_scan(Flat own, int lane) {{ return flat(warp_inclusive_scan(cut(own), lane)); }}
+"""
+
+
+def segmented_monoid(item: str, executor: Host | Gpu) -> Monoid:
+    """The maps of cuda_src/operators.cuh that may forget what comes before them, as (gate, input, flag).
+
+    Parameters
+    ----------
+    item : {"float32", "float64"}
+        The type of the state.
+    executor : Host or Gpu
+        Where it runs.
+    """
+    st = hypothesis().strategies
+    units, states = st.sampled_from([1, -1, 0]), st.integers(-8, 8)
+    # The gate of a map that forgets is never used, so it may be anything.
+    hidden = st.tuples(st.sampled_from([1, np.nan, np.inf]), states, st.just(1))
+    monoid = cuda_monoid(
+        "\n".join(_flatten("warp_scan.cuh", set())) + _FLAT.format(real=_CPP[item]),
+        executor,
+        map="Flat",
+        dtype=item,
+        fields=3,
+        identity="Flat::identity()",
+        values=st.tuples(units, states, st.just(0)) | hidden,
+        fold=_WARP_FOLD.format(map="Flat"),
+        threads=32,
+        state=_CPP[item],
+        states=st.tuples(states),
+    )
+    return replace(monoid, equal=lambda x, y: same(x[1:], y[1:]) and (x[-1] == 1 or same(x[0], y[0])))

@@ -27,6 +27,10 @@ multiplication and one addition a step, and the second is added where a state is
     E[t] = |a| E[t-1] + eps_a |a| H[t-1] + error of b + c eps H[t]
     bound[t] = E[t] + later_operand eps H[t]
 
+A step that the mask leaves out multiplies by 1 and adds 0, which is exact, and a reset begins anew: what came
+before it is in no term. What has only been carried is exact. The tree is that of the whole axis of time, packed
+sequences or not.
+
 H + E in place of H on the right covers the second order. A complex product is within sqrt(5) eps of its
 modulus instead of eps, hence c = 1 + sqrt(5). A GPU flushes what is below `tiny` = 2^-126: each of the three
 operations of a combine may then be off by tiny times what multiplies it, which is 1 or an earlier state.
@@ -40,6 +44,8 @@ by 2^-53.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,6 +81,9 @@ class _State(NamedTuple):
     largest: float  # of all H so far: a flushed product of gates may multiply any of them
 
 
+_ZERO = _State(0.0, 0.0, 0.0, 0.0)
+
+
 def _arithmetic(eps: float, length: int, *, is_complex: bool) -> _Arithmetic:
     tiny = 2.0**-126 if eps > 2.0**-40 else 2.0**-1022
     eps = (eps + 2.0**-53) * (1 + 2.0**-20)  # (1 + eps)^2 is a little more than 1 + 2 eps
@@ -106,7 +115,26 @@ def _advance(
 
 
 def _bound(state: _State, arithmetic: _Arithmetic) -> float:
+    if state.error == 0:  # never advanced
+        return 0.0
     return state.error + arithmetic.later_operand * (state.size + state.error)
+
+
+def _entering(h: Any) -> _State:
+    return _State(h, abs(h), 0.0, abs(h))
+
+
+def _spans(cu_seqlens: ArrayLike | None, length: int) -> list[tuple[int, int]]:
+    """Where each sequence begins and ends."""
+    return [(0, length)] if cu_seqlens is None else list(pairwise(np.asarray(cu_seqlens).tolist()))
+
+
+def _steps(begin: int, end: int, *, reverse: bool) -> Sequence[int]:
+    return range(begin, end)[::-1] if reverse else range(begin, end)
+
+
+def _flags(x: ArrayLike | None, shape: tuple[int, ...], *, absent: bool) -> NDArray[np.bool_]:
+    return np.broadcast_to(np.asarray(absent if x is None else x, np.bool_), shape)
 
 
 def linear_scan(
@@ -116,49 +144,67 @@ def linear_scan(
     *,
     axis: int = -1,
     reverse: bool = False,
+    mask: ArrayLike | None = None,
+    reset: ArrayLike | None = None,
+    cu_seqlens: ArrayLike | None = None,
     eps: float = 2.0**-24,
 ) -> Scan:
     """h[t] = a[t] h[t-1] + b[t] along `axis`; without h0 the first state is b's.
+
+    A step where `mask` is False leaves the state as it is, or 0 where none had entered yet.
 
     Parameters
     ----------
     a, b : array_like
         Gates, broadcast to the shape of b, and inputs.
     h0 : array_like, optional
-        The state that enters, of b's shape without `axis`.
+        The state that enters, of b's shape without `axis`; with `cu_seqlens` (n, *b's shape without axis).
     axis : int
         The axis of time.
     reverse : bool
-        Run from the last step to the first.
+        Run from the last step to the first, of each sequence.
+    mask, reset : array_like of bool, optional
+        Broadcast to the shape of b: where a step counts, and where nothing enters it and its gate is not read.
+    cu_seqlens : array_like of int, optional
+        (n + 1,): sequence s is the steps cu_seqlens[s] to cu_seqlens[s + 1] - 1. The value of others is 0.
     eps : float
         Unit roundoff of the arithmetic under test: 2**-24 for float32, 2**-53 for float64.
 
     Returns
     -------
     Scan
-        float64 or complex128 values and float64 bounds; `last` has b's shape without `axis`.
+        float64 or complex128 values and float64 bounds; `last` has b's shape without `axis`, with `cu_seqlens`
+        (n, *b's shape without axis).
     """
-    gates, inputs = _exact(a), _exact(b)
-    gates = np.moveaxis(np.broadcast_to(gates, inputs.shape), axis, -1)
-    inputs = np.moveaxis(inputs, axis, -1)
+    inputs = _exact(b)
+    counts, resets = _flags(mask, inputs.shape, absent=True), _flags(reset, inputs.shape, absent=False)
+    gates, inputs, counts, resets = (
+        np.moveaxis(x, axis, -1) for x in (np.broadcast_to(_exact(a), inputs.shape), inputs, counts, resets)
+    )
     rows, length = inputs.shape[:-1], inputs.shape[-1]
-    start = None if h0 is None else np.broadcast_to(_exact(h0), rows)
+    spans = _spans(cu_seqlens, length)
+    start = None if h0 is None else np.broadcast_to(_exact(h0), (len(spans), *rows))
     kind = np.result_type(gates, inputs, np.float64 if start is None else start)
     arithmetic = _arithmetic(eps, length, is_complex=kind.kind == "c")
 
     value, bound = np.zeros(inputs.shape, kind), np.zeros(inputs.shape)
-    last, last_bound = np.zeros(rows, kind), np.zeros(rows)
+    last, last_bound = np.zeros((len(spans), *rows), kind), np.zeros((len(spans), *rows))
     for row in np.ndindex(rows):
         row_gates, row_inputs = gates[row].tolist(), inputs[row].tolist()
-        state = None
-        if start is not None:
-            entering = start[row].item()
-            state = _State(entering, abs(entering), 0.0, abs(entering))
-            last[row] = entering
-        for t in reversed(range(length)) if reverse else range(length):
-            state = _advance(state, row_gates[t], 0.0, row_inputs[t], 0.0, arithmetic)
-            value[(*row, t)], bound[(*row, t)] = state.h, _bound(state, arithmetic)
-            last[row], last_bound[row] = value[(*row, t)], bound[(*row, t)]
+        for s, (begin, end) in enumerate(spans):
+            state = None if start is None else _entering(start[(s, *row)].item())
+            for t in _steps(begin, end, reverse=reverse):
+                if resets[(*row, t)]:
+                    state = None
+                if counts[(*row, t)]:
+                    state = _advance(state, row_gates[t], 0.0, row_inputs[t], 0.0, arithmetic)
+                elif state is None:
+                    state = _ZERO
+                value[(*row, t)], bound[(*row, t)] = state.h, _bound(state, arithmetic)
+            state = state or _ZERO
+            last[(s, *row)], last_bound[(s, *row)] = state.h, _bound(state, arithmetic)
+    if cu_seqlens is None:
+        last, last_bound = last[0], last_bound[0]
     return Scan(np.moveaxis(value, -1, axis), np.moveaxis(bound, -1, axis), last, last_bound)
 
 
@@ -175,6 +221,9 @@ def selective_scan(
     *,
     h0: ArrayLike | None = None,
     reverse: bool = False,
+    mask: ArrayLike | None = None,
+    reset: ArrayLike | None = None,
+    cu_seqlens: ArrayLike | None = None,
     delta_limit: tuple[float, float] | None = None,
     layout: str = "bld",
     eps: float = 2.0**-24,
@@ -182,6 +231,7 @@ def selective_scan(
     """h[t] = exp(delta[t] A) h[t-1] + delta[t] B[t] u[t]; y[t] = (sum of C[t] h[t] + D u[t]) silu(z[t]).
 
     The shapes are those of :func:`cuscan.selective_scan`. With a complex A, B or C, the sum is 2 Re(sum).
+    A step where `mask` is False leaves the state as it is, or 0 where none had entered yet, and has y = 0.
 
     Parameters
     ----------
@@ -197,9 +247,13 @@ def selective_scan(
     delta_softplus : bool
         delta is softplus(delta + delta_bias).
     h0 : array_like, optional
-        The state that enters, (batch, channels, state).
+        The state that enters, (batch, channels, state); with `cu_seqlens` (n, channels, state).
     reverse : bool
-        Run from the last step to the first.
+        Run from the last step to the first, of each sequence.
+    mask, reset : array_like of bool, optional
+        (batch, length) in both layouts: where a step counts, and where nothing enters it: h[t] = delta[t] B[t] u[t].
+    cu_seqlens : array_like of int, optional
+        (n + 1,), with batch 1: sequence s is the steps cu_seqlens[s] to cu_seqlens[s + 1] - 1. y of others is 0.
     delta_limit : tuple of float, optional
         (lo, hi), applied to delta after bias and softplus.
     layout : {"bld", "bdl"}
@@ -210,7 +264,8 @@ def selective_scan(
     Returns
     -------
     Scan
-        `value` is y in the layout of u, float64; `last` the last state (batch, channels, state).
+        `value` is y in the layout of u, float64; `last` the last state (batch, channels, state), with
+        `cu_seqlens` (n, channels, state).
     """
     u_, delta_ = (_time_second(_exact(x), layout) for x in (u, delta))
     gate_ = None if z is None else _time_second(_exact(z), layout).tolist()
@@ -225,28 +280,43 @@ def selective_scan(
     bias = None if delta_bias is None else _exact(delta_bias).tolist()
     skip = [None] * channels if D is None else _exact(D).tolist()
 
+    counts = _flags(mask, (batch, length), absent=True).tolist()
+    resets = _flags(reset, (batch, length), absent=False).tolist()
+    # Sequences and the batch entry that they are in.
+    spans = _spans(cu_seqlens, length)
+    sequences = [(i, *span) for i in range(batch) for span in spans]
+
     value, bound = np.zeros(u_.shape), np.zeros(u_.shape)
-    last, last_bound = np.zeros((batch, channels, states), kind), np.zeros((batch, channels, states))
+    last = np.zeros((len(sequences), channels, states), kind)
+    last_bound = np.zeros(last.shape)
     u_rows, delta_rows, A_rows = u_.tolist(), delta_.tolist(), A_.tolist()
-    for i in range(batch):
+    for s, (i, begin, end) in enumerate(sequences):
         for d in range(channels):
             state: list[_State | None] = [None] * states
             if start is not None:
-                state = [_State(h, abs(h), 0.0, abs(h)) for h in start[i, d].tolist()]
-                last[i, d] = start[i, d]
-            for t in reversed(range(length)) if reverse else range(length):
+                state = [_entering(h) for h in start[s, d].tolist()]
+            for t in _steps(begin, end, reverse=reverse):
+                if resets[i][t]:
+                    state = [None] * states
+                if not counts[i][t]:
+                    state = [each or _ZERO for each in state]
+                    continue
                 drive = u_rows[i][t][d]
                 shift = None if bias is None else bias[d]
                 step, step_error = _delta(delta_rows[i][t][d], shift, delta_softplus, limit, arithmetic)
                 B_row, C_row = B_.row(i, t, d), C_.row(i, t, d)
-                for n in range(states):
-                    now = _selective_step(state[n], A_rows[d][n], B_row[n], drive, step, step_error, arithmetic)
-                    state[n] = now
-                    last[i, d, n], last_bound[i, d, n] = now.h, _bound(now, arithmetic)
-                y, error = _contract(last[i, d].tolist(), last_bound[i, d].tolist(), C_row, skip[d], drive, arithmetic)
+                now = [
+                    _selective_step(state[n], A_rows[d][n], B_row[n], drive, step, step_error, arithmetic)
+                    for n in range(states)
+                ]
+                state = [*now]
+                h, h_bound = [each.h for each in now], [_bound(each, arithmetic) for each in now]
+                y, error = _contract(h, h_bound, C_row, skip[d], drive, arithmetic)
                 if gate_ is not None:
                     y, error = _gated(y, error, gate_[i][t][d], arithmetic)
                 value[i, t, d], bound[i, t, d] = y, error
+            final = [each or _ZERO for each in state]
+            last[s, d], last_bound[s, d] = [each.h for each in final], [_bound(each, arithmetic) for each in final]
     return Scan(_caller_order(value, layout), _caller_order(bound, layout), last, last_bound)
 
 
@@ -260,7 +330,7 @@ def _selective_step(
     arithmetic: _Arithmetic,
 ) -> _State:
     eps = arithmetic.eps
-    gate = _exp(step * A)
+    gate = 0.0 if state is None else _exp(step * A)  # not read
     # A complex gate has an exp, a sine or cosine, and their product.
     gate_error = (2 * FUNCTION + 1 if arithmetic.is_complex else FUNCTION) * eps
     gate_error += 2 * eps * abs(step * A) + step_error * abs(A)

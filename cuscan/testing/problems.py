@@ -3,6 +3,8 @@
 Two kinds of values. Exact ones (gates 0, 1, -1, small integers) have states that are exact in any association, so that
 every schedule gives the same numbers; a gate of 0 is rare, because it hides what came before it. Real ones are compared
 with the bound of `oracle`; of these, "nan" have one NaN in them, which must not leave its row.
+
+With a mask, reset or cu_seqlens, half of the seeds put NaN wherever the result may not depend on what is there.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,7 +34,7 @@ T = TypeVar("T")
 Pick = Callable[[Sequence[Any]], Any]  # one of these, the simplest first
 Whole = Callable[[int, int], int]  # an int between these, both included
 
-_SIZES = ("shape", "axis", "batch", "length", "channels", "state", "plans")  # a default is not simpler
+_SIZES = ("shape", "axis", "batch", "length", "channels", "state", "lengths", "plans")  # a default is not simpler
 VALUES = ("exact", "real", "nan")
 BIG_RATE = -1e4  # exp(delta * rate) is 1 for delta 0 and 0 for delta 1
 
@@ -76,14 +79,17 @@ class Layout(_Short):
         return tuple(size if step else min(size, 1) for size, step in zip(shape, steps, strict=True))
 
     def place(self, values: Array, shape: tuple[int, ...]) -> Array:
-        """An array of `shape` that lies like this, with NaN between its items; a broadcast one is read-only."""
+        """An array of `shape` that lies like this, with NaN between its items, or True, or the least integer.
+
+        A broadcast one is read-only.
+        """
         order = self.order or tuple(range(len(shape)))
         steps = self.steps or (1,) * len(shape)
         sizes = [(values.shape[d] - 1) * max(abs(steps[d]), 1) + 1 if values.shape[d] else 0 for d in order]
         sizes[-1:] = [size + self.pad for size in sizes[-1:]]
         room = np.empty(math.prod(sizes) * values.itemsize + self.skew, np.uint8)
         memory: Array = np.ndarray(sizes, values.dtype, room, self.skew)
-        memory[...] = np.nan
+        memory[...] = np.iinfo(values.dtype).min if values.dtype.kind == "i" else np.nan
         if sizes:
             memory = memory[..., self.pad :]
         view = memory.transpose([order.index(d) for d in range(len(shape))])
@@ -137,6 +143,12 @@ def _flushed(x: Array) -> float:
     return 2.0**-126 if item_name(x) in ("float32", "bfloat16", "complex64") else 0.0
 
 
+@np.errstate(over="ignore")
+def _assert_rounded(x: Array, value: Array) -> None:
+    if not _same_numbers(x, value.astype(x.dtype)):
+        raise AssertionError("exact values are not rounded to nearest, ties to even")
+
+
 def _same_numbers(x: Array, y: Array) -> bool:
     return x.dtype == y.dtype and np.array_equal(x, y, equal_nan=True)
 
@@ -148,6 +160,13 @@ class _Problem(_Short):
     dtype: str
     values: str
     out: Any
+    h0: Layout | None
+    mask: Layout | None
+    reset: Layout | None
+    cu_seqlens: Layout | None
+    lengths: tuple[int, ...]
+    head: int
+    offsets: str
     plans: tuple[Plan, ...]
     function: Callable[..., Any]
 
@@ -157,6 +176,38 @@ class _Problem(_Short):
 
     def _scan(self, arguments: dict[str, Any]) -> Scan:
         raise NotImplementedError
+
+    def _segments(self, shape: tuple[int, ...], time: int) -> dict[str, Array | None]:
+        """Mask and reset of `shape`, of which the axis `time` is time, and cu_seqlens.
+
+        Each has a stream of values of its own, so that a simpler problem keeps the rest.
+        """
+        given: dict[str, Array | None] = {}
+        for stream, (name, draw) in enumerate((("mask", _mask), ("reset", _reset)), start=1):
+            layout: Layout | None = getattr(self, name)
+            given[name] = None
+            if layout is not None:
+                inner = layout.inner(shape)
+                random = np.random.default_rng((self.seed, stream))
+                drawn = draw(random, inner[:time] + inner[time + 1 :], inner[time])
+                given[name] = layout.place(np.moveaxis(drawn, -1, time), shape)
+        given["cu_seqlens"] = None
+        if self.cu_seqlens is not None:
+            offsets = np.minimum(self.head + np.cumsum((0, *self.lengths)), shape[time]).astype(self.offsets)
+            given["cu_seqlens"] = self.cu_seqlens.place(offsets, offsets.shape)
+        return given
+
+    def _unread(self, shape: tuple[int, ...], time: int, segments: dict[str, Array | None]) -> Array | None:
+        """Steps of which nothing is read, as an array of `shape`, for half of the seeds with any of `segments`."""
+        if all(x is None for x in segments.values()) or np.random.default_rng((self.seed, 3)).random() < 0.5:
+            return None
+        mask, offsets = segments["mask"], segments["cu_seqlens"]
+        unread = np.zeros(shape, np.bool_) if mask is None else np.broadcast_to(~mask, shape).copy()
+        if offsets is not None:
+            steps = np.moveaxis(unread, time, 0)
+            steps[: offsets[0]] = True
+            steps[offsets[-1] :] = True
+        return unread
 
     def expected(self, arguments: dict[str, Any] | None = None) -> Scan:
         """Values and last state in float64, and their bounds: what `cuscan.testing.oracle` gives.
@@ -172,12 +223,13 @@ class _Problem(_Short):
         return [np.asarray(x) for x in (results if isinstance(results, tuple) else (results,))]
 
     def check(self, executor: Executor) -> None:
-        """Run under every plan and compare with the expected values; on exact values also bit for bit.
+        """Run under every plan and compare with the expected values; on exact values bit for bit.
 
         Raises
         ------
         AssertionError
-            A value is further off than its bound, or two plans differ on exact values; zeros of both signs are equal.
+            A value is further off than its bound, or on exact values not the expected one rounded once, or two plans
+            differ; zeros of both signs are equal.
         """
         arguments = self.arguments()
         expected = self.expected(arguments)
@@ -192,6 +244,8 @@ class _Problem(_Short):
             try:
                 for x, value, bound in zip(results, expected[::2], expected[1::2], strict=False):
                     assert_scan_close(x, value, bound + _flushed(x))
+                    if self.values == "exact" and not bound.any():
+                        _assert_rounded(x, value)
             except AssertionError as error:
                 raise AssertionError(f"under {plan}: {error}") from None
             first = first or results
@@ -202,9 +256,13 @@ class _Problem(_Short):
             if len(self.plans) > 1:
                 yield replace(self, plans=self.plans[:i] + self.plans[i + 1 :])  # type: ignore[type-var]
         yield from self._smaller()
+        for lengths in _shrunk_lengths(self.lengths):
+            yield replace(self, lengths=lengths)  # type: ignore[type-var]
         for each in fields(self):  # type: ignore[arg-type]
             if each.name not in _SIZES and getattr(self, each.name) != each.default:
-                yield replace(self, **{each.name: each.default})  # type: ignore[type-var]
+                yield self._without(each.name, each.default)
+                if each.default is None and _plain(getattr(self, each.name)) != getattr(self, each.name):
+                    yield replace(self, **{each.name: Layout()})  # type: ignore[type-var]
         for i, plan in enumerate(self.plans):
             for each in fields(plan):
                 if getattr(plan, each.name) is not None:
@@ -213,6 +271,12 @@ class _Problem(_Short):
 
     def _smaller(self) -> Iterator[Any]:
         raise NotImplementedError
+
+    def _without(self, name: str, default: Any) -> Any:
+        change = {name: default}
+        if name == "cu_seqlens":  # h0 has an axis less
+            change |= {"lengths": (), "head": 0, "offsets": "int64", "h0": _plain(self.h0)}
+        return replace(self, **change)  # type: ignore[type-var]
 
     def kinds(self) -> list[str]:
         """What this problem covers, for a record."""
@@ -235,6 +299,17 @@ def _shrunk_sizes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             yield (*shape[:d], n, *shape[d + 1 :])
 
 
+def _shrunk_lengths(lengths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    half = len(lengths) // 2
+    if half:
+        yield lengths[:half]
+        yield lengths[half:]
+    for i, length in enumerate(lengths):
+        yield lengths[:i] + lengths[i + 1 :]
+        for n in (0, *_less(length)) if length else ():
+            yield (*lengths[:i], n, *lengths[i + 1 :])
+
+
 @dataclass(frozen=True, repr=False)
 class LinearProblem(_Problem):
     """A call of `cuscan.linear_scan`.
@@ -253,6 +328,14 @@ class LinearProblem(_Problem):
         The gates, or the one gate.
     b, h0 : Layout
         None without h0.
+    mask, reset : Layout, optional
+        Of b's shape, some without their broadcast axes. The seed draws a pattern: padding right, left or on both
+        sides, a hole, some, none or all.
+    cu_seqlens : Layout, optional
+        Sequences are packed along time; h0 has a leading axis of them.
+    lengths, head, offsets
+        The sequences' lengths, the steps before the first, and the dtype of cu_seqlens. What is past the end of time is
+        cut off.
     last : bool
         Whether the last state is asked for.
     out : Layout or {"a", "b"}, optional
@@ -272,6 +355,12 @@ class LinearProblem(_Problem):
     a: Any = Layout()
     b: Layout = Layout()
     h0: Layout | None = None
+    mask: Layout | None = None
+    reset: Layout | None = None
+    cu_seqlens: Layout | None = None
+    lengths: tuple[int, ...] = ()
+    head: int = 0
+    offsets: str = "int64"
     last: bool = True
     out: Any = None
     out_dtype: str | None = None
@@ -284,19 +373,27 @@ class LinearProblem(_Problem):
         dtype, state = _dtype(self.dtype), np.dtype(accumulation(self.dtype))
         is_complex = state.kind == "c"
         rest = self.shape[: self.axis] + self.shape[self.axis + 1 :]
+        segments = self._segments(self.shape, self.axis)
+        unread = self._unread(self.shape, self.axis, segments)
+        gates_unread = None if unread is None else self._gates_unread(unread, segments)
+        sequences = () if self.cu_seqlens is None else (len(self.lengths),)
 
-        def place(layout: Layout, shape: tuple[int, ...], kind: Any, draw: Callable[..., Array]) -> Array:
-            return layout.place(draw(random, layout.inner(shape), is_complex).astype(kind), shape)
+        def place(
+            layout: Layout, shape: tuple[int, ...], kind: Any, draw: Callable[..., Array], hidden: Array | None = None
+        ) -> Array:
+            values = _hide(draw(random, layout.inner(shape), is_complex), hidden)
+            return layout.place(values.astype(kind), shape)
 
         gates, inputs = (_exact_gates, _integers) if self.values == "exact" else (_real_gates, _normal)
-        b = place(self.b, self.shape, dtype, inputs)
+        b = place(self.b, self.shape, dtype, inputs, unread)
         if self.values == "nan" and b.size:
             b = b.copy() if not b.flags.writeable else b
             b[tuple(random.integers(0, b.shape))] = np.nan
         given = {
-            "a": place(self.a, self.shape, dtype, gates) if isinstance(self.a, Layout) else self.a,
+            "a": place(self.a, self.shape, dtype, gates, gates_unread) if isinstance(self.a, Layout) else self.a,
             "b": b,
-            "h0": None if self.h0 is None else place(self.h0, rest, state, inputs),
+            "h0": None if self.h0 is None else place(self.h0, (*sequences, *rest), state, inputs),
+            **segments,
         }
         out = given[self.out] if isinstance(self.out, str) else None
         for x in given.values():
@@ -309,8 +406,27 @@ class LinearProblem(_Problem):
             "out": out, "out_dtype": self.out_dtype,
         }  # fmt: skip
 
+    def _segments(self, shape: tuple[int, ...], time: int) -> dict[str, Array | None]:
+        given = super()._segments(shape, time)
+        if np.random.default_rng((self.seed, 4)).random() < 0.5:
+            for name in ("mask", "reset"):
+                x = given[name]
+                if x is not None:
+                    given[name] = _compact(x)
+        return given
+
+    def _gates_unread(self, unread: Array, segments: dict[str, Array | None]) -> Array:
+        """Beside the steps of which nothing is read, resets and the first step of a sequence that nothing enters."""
+        reset, offsets = segments["reset"], segments["cu_seqlens"]
+        gates = unread.copy() if reset is None else unread | reset
+        if self.h0 is None:
+            spans = pairwise((0, self.shape[self.axis]) if offsets is None else offsets.tolist())
+            firsts = [(end - 1 if self.reverse else begin) for begin, end in spans if begin < end]
+            np.moveaxis(gates, self.axis, 0)[firsts] = True
+        return gates
+
     def _scan(self, arguments: dict[str, Any]) -> Scan:
-        names = ("a", "b", "h0", "axis", "reverse")
+        names = ("a", "b", "h0", "axis", "reverse", "mask", "reset", "cu_seqlens")
         return _bounds.linear_scan(
             **{name: arguments[name] for name in names}, eps=_eps(self.dtype), exact=self.values == "exact"
         )
@@ -321,7 +437,8 @@ class LinearProblem(_Problem):
         for d in range(len(self.shape)):
             if d != self.axis:
                 less = replace(self, shape=self.shape[:d] + self.shape[d + 1 :], axis=self.axis - (d < self.axis))
-                yield replace(less, a=_plain(self.a), b=Layout(), h0=_plain(self.h0), out=_plain(self.out))
+                names = ("a", "b", "h0", "mask", "reset", "out")
+                yield replace(less, **{name: _plain(getattr(self, name)) for name in names})
 
 
 def _plain(x: Any) -> Any:
@@ -356,6 +473,13 @@ class SelectiveProblem(_Problem):
         Order of the axes.
     u, delta, A, B, C, D, z, delta_bias, h0 : Layout
         None without D, z, delta_bias, h0.
+    mask, reset : Layout, optional
+        (batch, length). The seed draws a pattern: padding right, left or on both sides, a hole, some, none or all.
+    cu_seqlens : Layout, optional
+        Sequences are packed along time; h0 has a leading axis of them, and batch is 1.
+    lengths, head, offsets
+        The sequences' lengths, the steps before the first, and the dtype of cu_seqlens. What is past the end of time is
+        cut off.
     softplus, limit, reverse, last
         Options of the call; softplus only on real values.
     out : Layout, optional
@@ -388,6 +512,12 @@ class SelectiveProblem(_Problem):
     z: Layout | None = None
     delta_bias: Layout | None = None
     h0: Layout | None = None
+    mask: Layout | None = None
+    reset: Layout | None = None
+    cu_seqlens: Layout | None = None
+    lengths: tuple[int, ...] = ()
+    head: int = 0
+    offsets: str = "int64"
     softplus: bool = False
     limit: tuple[float, float] | None = None
     reverse: bool = False
@@ -406,6 +536,15 @@ class SelectiveProblem(_Problem):
         state = np.dtype("complex64" if self.complex else accumulation(self.dtype))
         sequence = self._ordered(self.length, self.channels)
         draw = _integers if exact else _normal
+        segments = self._segments((self.batch, self.length), 1)
+        unread = self._unread((self.batch, self.length), 1, segments)
+        sequences = self.batch if self.cu_seqlens is None else len(self.lengths)
+
+        def hide(values: Array) -> Array:
+            """Of an array that varies in time."""
+            if unread is None:
+                return values
+            return _hide(values, unread.reshape(self._ordered(self.length, *(1,) * (values.ndim - 2))))
 
         def wide(name: str) -> Any:
             return state if self.complex and name in "BC" else np.dtype(np.float32) if name in self.wide else item
@@ -415,14 +554,22 @@ class SelectiveProblem(_Problem):
             if name not in self.constant:
                 groups = () if self.groups is None else (self.groups,)
                 shape = self._ordered(self.length, *groups, self.state)
-            return layout.place(draw(random, layout.inner(shape), self.complex, most=3).astype(wide(name)), shape)
+            values = draw(random, layout.inner(shape), self.complex, most=3)
+            return layout.place((values if name in self.constant else hide(values)).astype(wide(name)), shape)
 
         def optional(
-            layout: Layout | None, shape: tuple[int, ...], kind: Any, *, positive: bool = False, scale: int = 1
+            layout: Layout | None,
+            shape: tuple[int, ...],
+            kind: Any,
+            *,
+            positive: bool = False,
+            scale: int = 1,
+            in_time: bool = False,
         ) -> Array | None:
             if layout is None:
                 return None
             values = scale * draw(random, layout.inner(shape), np.dtype(kind).kind == "c", most=3)
+            values = hide(values) if in_time else values
             return layout.place((abs(values) if positive else values).astype(kind), shape)
 
         # Not softplus and a negative delta is growth without a bound.
@@ -441,20 +588,21 @@ class SelectiveProblem(_Problem):
             rates = -np.exp(random.normal(0, 1.5, self.A.inner((self.channels, self.state))))
         if self.complex and not exact:
             rates = rates + 1j * random.normal(0, 3 * wide_range**2, rates.shape)
-        u = self.u.place(draw(random, self.u.inner(sequence), is_complex=False, most=3).astype(item), sequence)
+        u = self.u.place(hide(draw(random, self.u.inner(sequence), is_complex=False, most=3)).astype(item), sequence)
         if self.values == "nan" and u.size:
             u = u.copy() if not u.flags.writeable else u
             u[tuple(random.integers(0, u.shape))] = np.nan
         given = {
             "u": u,
-            "delta": self.delta.place(delta.astype(wide("delta")), sequence),
+            "delta": self.delta.place(hide(delta).astype(wide("delta")), sequence),
             "A": self.A.place(rates.astype(state if self.complex else parameter), (self.channels, self.state)),
             "B": couple("B", self.B),
             "C": couple("C", self.C),
             "D": optional(self.D, (self.channels,), parameter),
-            "z": optional(self.z, sequence, item, scale=1 if exact else wide_range),
+            "z": optional(self.z, sequence, item, scale=1 if exact else wide_range, in_time=True),
             "delta_bias": bias,
-            "h0": optional(self.h0, (self.batch, self.channels, self.state), state),
+            "h0": optional(self.h0, (sequences, self.channels, self.state), state),
+            **segments,
         }
         for x in given.values():
             if x is not None:
@@ -516,6 +664,44 @@ def _real_gates(random: np.random.Generator, shape: tuple[int, ...], is_complex:
     return size * np.exp(2j * np.pi * turn) if is_complex else np.where(turn < 0.3, -size, size)
 
 
+def _mask(random: np.random.Generator, rows: tuple[int, ...], length: int) -> Array:
+    first, second = np.sort(random.integers(0, length + 1, (2, *rows, 1)), axis=0)
+    t = np.broadcast_to(np.arange(length), (*rows, length))
+    patterns: tuple[Array, ...] = (
+        t < first,
+        t >= first,
+        (t >= first) & (t < second),
+        (t < first) | (t >= second),
+        random.random(t.shape) < 0.03,
+        random.random(t.shape) < 0.5,
+        random.random(t.shape) < 0.97,
+        t < 0,
+        t >= 0,
+    )
+    return patterns[random.integers(len(patterns))]
+
+
+def _reset(random: np.random.Generator, rows: tuple[int, ...], length: int) -> Array:
+    rates = (0.005, 0.02, 0.02, 0.1, 0.5, 0, 1)
+    return random.random((*rows, length)) < rates[random.integers(len(rates))]
+
+
+def _hide(values: Array, unread: Array | None) -> Array:
+    """With NaN where none of the steps that share an item is read."""
+    if unread is None:
+        return values
+    shared = tuple(d for d, size in enumerate(values.shape) if size == 1)
+    return np.where(unread.all(axis=shared, keepdims=True), np.nan, values)
+
+
+def _compact(x: Array) -> Array:
+    """As it was before it was broadcast: 1 along broadcast axes, and no axis of 1 in front."""
+    x = x[tuple(slice(None if stride else 1) for stride in x.strides)]
+    while x.ndim and x.shape[0] == 1:
+        x = x[0, ...]
+    return x
+
+
 # --- drawing -----------------------------------------------------------------------------------------------------
 
 # Neighbours of what a warp, a buffer, a tile or a chunk holds.
@@ -563,6 +749,41 @@ def _maybe(pick: Pick, whole: Whole, axes: int, *, broadcast: bool = True) -> La
     return _draw_layout(pick, whole, axes, broadcast=broadcast) if pick((False, True)) else None
 
 
+def _flags(pick: Pick, whole: Whole, axes: int, time: int) -> Layout | None:
+    """Of a mask or reset, which often is one for all rows."""
+    kind = pick(("none", "none", "none", "none", "rows", "any"))
+    if kind == "none":
+        return None
+    if kind == "rows":
+        return Layout(steps=tuple(int(d == time) for d in range(axes)))
+    return _draw_layout(pick, whole, axes)
+
+
+def _packing(pick: Pick, whole: Whole, length: int) -> dict[str, Any]:
+    """Fields for sequences that end on and around edges, are empty, of one step, short or long."""
+    head = min(pick((0, 0, 0, 1, 5, 33)), length)
+    lengths: list[int] = []
+    edges = [edge for edge in EDGES if edge <= length] or [4]
+    count = pick((3, 1, 2, 3, 5, 8, 8, 40, 40, 0))
+    for _ in range(count):
+        at = head + sum(lengths)
+        kind = pick(("short", "edge", "to an edge", "to an edge", "empty", "one", "long"))
+        edge = pick(edges)
+        n = {
+            "short": whole(2, 20),
+            "edge": edge + whole(-1, 1),
+            "to an edge": edge - at % edge + whole(-1, 1),
+            "empty": 0,
+            "one": 1,
+            "long": length - at - whole(0, 3),
+        }[kind]
+        lengths.append(max(0, min(n, length - at)))
+    if lengths and pick((True, False)):
+        lengths[-1] += length - head - sum(lengths)
+    layout = pick((Layout(), Layout(), Layout(steps=(2,)), Layout(steps=(-1,)), Layout(skew=2)))
+    return {"cu_seqlens": layout, "lengths": tuple(lengths), "head": head, "offsets": pick(("int64", "int32"))}
+
+
 def _chunk(pick: Pick, length: int) -> int:
     """At most 64 chunks."""
     return int(max(pick((16, 20, 32, 7, 64, 100, 512)), -(-length // 64)))
@@ -596,6 +817,7 @@ def draw_linear(
         # The square of a real gate is not exact.
         a = pick((1.0, -1.0, 0.0) if kind == "exact" else (0.5, 0.999, -0.9))
     b = _draw_layout(pick, whole, axes)
+    packing = _packing(pick, whole, shape[axis]) if pick((False, False, False, True)) else {}
     others = COMPLEX if item in COMPLEX else REAL
     out: Any = None
     out_dtype = pick((None, None, *(x for x in others if x in dtypes())))
@@ -615,7 +837,10 @@ def draw_linear(
         values=kind,
         a=a,
         b=b,
-        h0=_maybe(pick, whole, axes - 1),
+        h0=_maybe(pick, whole, axes if packing else axes - 1),
+        mask=_flags(pick, whole, axes, axis),
+        reset=_flags(pick, whole, axes, axis),
+        **packing,
         last=pick((True, True, False)),
         out=out,
         out_dtype=out_dtype,
@@ -697,6 +922,9 @@ def draw_selective(
         problem = replace(problem, **none)
         if problem.channels == 0 and problem.groups is not None:
             problem = replace(problem, groups=1)
+    problem = replace(problem, mask=_flags(pick, whole, 2, 1), reset=_flags(pick, whole, 2, 1))
+    if pick((False, False, False, True)):
+        problem = replace(problem, batch=1, **_packing(pick, whole, problem.length))
     return replace(problem, plans=(Plan(), *(_selective_plan(pick, problem) for _ in range(plans))))
 
 
@@ -714,7 +942,9 @@ def _selective_plan(pick: Pick, problem: SelectiveProblem) -> Plan:
     state_item = "complex64" if problem.complex else accumulation(problem.dtype)
     states = _plan.states_a_thread(state_item, not problem.constant, problem.state)
     time_B, time_C = ("B" not in problem.constant, "C" not in problem.constant)
-    kind = _plan.SelectiveKind(problem.dtype, problem.complex, False, time_B, time_C, states)  # noqa: FBT003
+    kind = _plan.SelectiveKind(
+        problem.dtype, problem.complex, time_fast=False, time_B=time_B, time_C=time_C, states=states, segmented=True
+    )
     tiles = _plan.selective_tiles(kind)
     schedule = pick(("serial", "split"))
     chunk = _chunk(pick, problem.length) if schedule == "split" else None

@@ -20,6 +20,9 @@ def linear_problems(
 ) -> SearchStrategy[LinearProblem]:
     """Calls of `cuscan.linear_scan`: shapes around the edges of tiles, layouts, strides, dtypes and options.
 
+    A third have a mask, a third a reset, and a quarter are packed sequences; half of these have NaN where no result
+    may depend on it.
+
     Parameters
     ----------
     dtype : sequence of str, optional
