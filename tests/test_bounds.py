@@ -26,8 +26,12 @@ def test_values_and_bounds_are_the_oracles(kind, seed):
     problem = draw(kind, seed)
     for eps in (2.0**-24, 2.0**-53):
         fast, slow = both(problem, eps)
-        for bound, expected in ((fast.bound, slow.bound), (fast.last_bound, slow.last_bound)):
+        for bound, expected, value in (
+            (fast.bound, slow.bound, slow.value),
+            (fast.last_bound, slow.last_bound, slow.last),
+        ):
             finite = np.isfinite(expected)
+            assert finite[np.isfinite(value)].all()
             np.testing.assert_allclose(bound[finite], expected[finite], rtol=1e-9, atol=0)
     # Both compute in float64, so that what they may differ by is its bound.
     oracle.assert_scan_close(fast.value, slow.value, slow.bound)

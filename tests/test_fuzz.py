@@ -68,6 +68,21 @@ def test_a_fault_is_found_shrunk_and_shown_as_python(capsys, tmp_path):
         exec(expected, {})
 
 
+def test_a_fault_of_packed_sequences_is_shrunk_to_the_one_that_shows_it(monkeypatch):
+    right = reference.linear_scan
+
+    def linear_scan(*arguments, cu_seqlens=None, **options):
+        last = right(*arguments, cu_seqlens=cu_seqlens, **options)
+        if cu_seqlens is not None:
+            last[np.diff(cu_seqlens) == 0] += 1
+        return last
+
+    monkeypatch.setattr(reference, "linear_scan", linear_scan)
+    told = []
+    assert not fuzz.run(told.append, on="numpy", count=200, seed=1)
+    assert "\nLinearProblem(shape=(1,), cu_seqlens=Layout(), lengths=(0,)).check(Numpy())" in told[-2]
+
+
 @pytest.mark.usefixtures("broken_reverse")
 def test_shrinking_keeps_the_type_of_error():
     problem = LinearProblem(shape=(3, 40), axis=1, reverse=True, dtype="float64")

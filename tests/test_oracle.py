@@ -1,5 +1,7 @@
 """The oracle against what is known without a loop, and its bound against arithmetic that is known to err."""
 
+from itertools import pairwise, starmap
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -97,6 +99,94 @@ def test_scipy_lfilter():
     )
 
 
+# linear_scan: mask, reset, cu_seqlens. Gates [1/2, 2, -1, 0, 1/2, 2, -1, 1], inputs 1 to 8.
+
+MASK = np.array([1, 1, 0, 1, 0, 0, 1, 1], bool)
+RESET = np.array([0, 0, 1, 0, 0, 1, 0, 0], bool)
+
+
+@pytest.mark.parametrize(
+    ("options", "value", "last"),
+    [
+        ({"mask": MASK}, [1, 4, 4, 4, 4, 4, 3, 11], 11),
+        ({"mask": MASK, "reverse": True}, [6, 10, 4, 4, -1, -1, -1, 8], 6),
+        ({"mask": MASK, "h0": 6.0}, [4, 10, 10, 4, 4, 4, 3, 11], 11),
+        ({"mask": MASK, "h0": 6.0, "reverse": True}, [6, 10, 4, 4, -7, -7, -7, 14], 6),
+        # Masked at first: 0 without h0, and h0 with it.
+        ({"mask": ~MASK}, [0, 0, 3, 3, 6.5, 19, 19, 19], 19),
+        ({"mask": ~MASK, "reverse": True}, [-5, -5, -5, 8, 8, 6, 0, 0], -5),
+        ({"mask": ~MASK, "h0": 6.0}, [6, 6, -3, -3, 3.5, 13, 13, 13], 13),
+        ({"mask": ~MASK, "h0": 6.0, "reverse": True}, [-11, -11, -11, 14, 14, 18, 6, 6], -11),
+        ({"mask": False}, [0] * 8, 0),
+        ({"mask": False, "h0": 6.0}, [6] * 8, 6),
+        ({"reset": RESET}, [1, 4, 3, 4, 7, 6, 1, 9], 9),
+        ({"reset": RESET, "reverse": True}, [5, 8, 3, 4, 8, 6, -1, 8], 5),
+        ({"reset": RESET, "h0": 6.0}, [4, 10, 3, 4, 7, 6, 1, 9], 9),
+        ({"reset": True, "h0": 6.0}, INPUTS, 8),
+        ({"reset": True, "h0": 6.0, "reverse": True}, INPUTS, 1),
+        # Both resets are where the mask is False.
+        ({"mask": MASK, "reset": RESET}, [1, 4, 0, 4, 4, 0, 7, 15], 15),
+        ({"mask": MASK, "reset": RESET, "reverse": True}, [2, 2, 0, 4, 0, 0, -1, 8], 2),
+        ({"mask": MASK, "reset": ~RESET, "h0": 6.0}, [1, 2, 2, 4, 0, 0, 7, 8], 8),
+        ({"cu_seqlens": [0, 2, 5, 8]}, [1, 4, 3, 4, 7, 6, 1, 9], [4, 7, 9]),
+        ({"cu_seqlens": [0, 2, 5, 8], "reverse": True}, [2, 2, -1, 4, 5, 4, -1, 8], [2, -1, 4]),
+        ({"cu_seqlens": [0, 2, 5, 8], "h0": [6, 7, 8]}, [4, 10, -4, 4, 7, 22, -15, -7], [10, 7, -7]),
+        # Two empty ones, and a step outside at either end.
+        ({"cu_seqlens": [1, 1, 4, 4, 7]}, [0, 2, 1, 4, 5, 16, -9, 0], [0, 4, 0, -9]),
+        (
+            {"cu_seqlens": [1, 1, 4, 4, 7], "h0": [10, 20, 30, 40]},
+            [0, 42, -39, 4, 25, 56, -49, 0],
+            [10, 4, 30, -49],
+        ),
+        (
+            {"cu_seqlens": [1, 1, 4, 4, 7], "h0": [10, 20, 30, 40], "reverse": True},
+            [0, 0, -1, 4, -25, -60, -33, 0],
+            [10, 0, 30, -25],
+        ),
+        ({"cu_seqlens": [0, 4, 8], "mask": MASK, "reset": RESET}, [1, 4, 0, 4, 0, 0, 7, 15], [4, 15]),
+        ({"cu_seqlens": [3]}, [0] * 8, []),
+    ],
+)
+def test_segments_worked_by_hand(options, value, last):
+    scan = oracle.linear_scan(GATES, INPUTS, **options)
+    np.testing.assert_array_equal(scan.value, value)
+    np.testing.assert_array_equal(scan.last, last)
+
+
+def test_flags_broadcast_and_follow_the_axis():
+    inputs = np.stack([INPUTS, 2 * np.array(INPUTS)], axis=1)  # time first
+    scan = oracle.linear_scan(np.array(GATES)[:, None], inputs, axis=0, mask=MASK[:, None], reset=[False, True])
+    np.testing.assert_array_equal(scan.value[:, 0], [1, 4, 4, 4, 4, 4, 3, 11])
+    np.testing.assert_array_equal(scan.value[:, 1], [2, 4, 0, 8, 0, 0, 14, 16])
+    packed = oracle.linear_scan(np.array(GATES)[:, None], inputs, [[6, 6], [7, 8]], axis=0, cu_seqlens=[0, 2, 5])
+    np.testing.assert_array_equal(packed.value, [[4, 5], [10, 14], [-4, -2], [4, 8], [7, 14], [0, 0], [0, 0], [0, 0]])
+    np.testing.assert_array_equal(packed.last, [[10, 14], [7, 14]])
+
+
+@pytest.mark.parametrize("rubbish", [np.nan, np.inf, -np.inf])
+def test_a_masked_step_reads_nothing_and_a_reset_no_gate_and_no_state(rubbish):
+    gates, inputs = np.array(GATES), np.array(INPUTS, float)
+    gates[~MASK] = inputs[~MASK] = rubbish
+    scan = oracle.linear_scan(gates, inputs, mask=MASK)
+    np.testing.assert_array_equal(scan.value, [1, 4, 4, 4, 4, 4, 3, 11])
+    assert scan.bound.max() < 1e-4
+
+    gates, inputs = np.array(GATES), np.array(INPUTS, float)
+    gates[RESET] = inputs[4] = rubbish
+    scan = oracle.linear_scan(gates, inputs, rubbish, reset=RESET)
+    assert not np.isfinite(scan.value[[0, 1, 4]]).any()
+    np.testing.assert_array_equal(scan.value[[2, 3, 5, 6, 7]], [3, 4, 6, 1, 9])
+    assert scan.bound[[2, 3, 5, 6, 7]].max() < 1e-4
+    assert scan.last == 9
+
+
+def test_what_is_only_carried_is_exact():
+    scan = oracle.linear_scan(0.3, np.ones(4), 0.7, mask=[False, False, True, False])
+    np.testing.assert_array_equal(scan.bound[:2], 0)
+    assert scan.bound[2] == scan.bound[3] == scan.last_bound > 0
+    assert oracle.linear_scan(0.3, np.ones(4), 0.7, mask=False).last_bound == 0
+
+
 # selective_scan: values
 
 
@@ -192,6 +282,91 @@ def test_selective_worked_by_hand():
     # h0 = 4 enters: h = 4/2 + 3 = 5, then 5/4 + 10 = 11.25.
     np.testing.assert_allclose(scan.value, [[[2 * 5 + 30], [-11.25 + 50]]], rtol=1e-15)
     np.testing.assert_allclose(scan.last, [[[11.25]]], rtol=1e-15)
+
+
+# Gates 2^-delta from A = -log 2, delta [1, 2, 1, 1], u [3, 5, 6, 1], C [2, -1, 1, 1], D = 10 and h0 = 4: the inputs
+# delta u are [3, 10, 6, 1].
+@pytest.mark.parametrize(
+    ("options", "h", "y"),
+    [
+        ({}, [5, 11.25, 11.625, 6.8125], [40, 38.75, 71.625, 16.8125]),
+        ({"mask": [[1, 0, 1, 1]]}, [5, 5, 8.5, 5.25], [40, 0, 68.5, 15.25]),
+        ({"mask": [[0, 1, 1, 0]], "h0": None}, [0, 10, 11, 11], [0, 40, 71, 0]),
+        ({"mask": [[1, 0, 1, 1]], "reverse": True}, [6.75, 7.5, 7.5, 3], [43.5, 0, 67.5, 13]),
+        ({"reset": [[0, 0, 1, 0]]}, [5, 11.25, 6, 4], [40, 38.75, 66, 14]),
+        ({"reset": [[1, 0, 1, 0]], "reverse": True}, [3, 11.5, 6, 3], [36, 38.5, 66, 13]),
+        ({"reset": [[0, 1, 0, 0]], "mask": [[1, 0, 1, 1]]}, [5, 0, 6, 4], [40, 0, 66, 14]),
+        ({"cu_seqlens": [0, 1, 3], "h0": [4, 8]}, [[5], [12, 12]], [40, 38, 72, 0]),
+        ({"cu_seqlens": [1, 1, 3, 4], "h0": [4, 8, 16], "reverse": True}, [[4], [12.5, 10], [9]], [0, 37.5, 70, 19]),
+        ({"cu_seqlens": [1, 3, 3], "h0": None}, [[10, 11], [0]], [0, 40, 71, 0]),
+    ],
+)
+def test_selective_segments_worked_by_hand(options, h, y):
+    options = {"h0": [4.0], **options}
+    if options["h0"] is not None:
+        options["h0"] = np.reshape(options["h0"], (-1, 1, 1))
+    column = np.reshape([[3.0, 5.0, 6.0, 1.0], [1.0, 2.0, 1.0, 1.0], [2.0, -1.0, 1.0, 1.0]], (3, 1, 4, 1))
+    u, delta, C = column
+    scan = oracle.selective_scan(u, delta, [[-np.log(2.0)]], [[1.0]], C, [10.0], **options)
+    np.testing.assert_allclose(scan.value[0, :, 0], y, rtol=1e-15)
+    end = 0 if options.get("reverse") else -1
+    lasts = [each[end] for each in h] if "cu_seqlens" in options else [h[end]]
+    np.testing.assert_allclose(scan.last[:, 0, 0], lasts, rtol=1e-15)
+
+
+def test_selective_reads_nothing_of_a_masked_step_and_no_state_at_a_reset():
+    mask = np.array([[1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 1, 1]], bool)
+    reset = np.array([[0, 0, 0, 0, 0, 1], [0, 0, 1, 0, 0, 0]], bool)
+    inputs = layer(length=6)
+    clean = oracle.selective_scan(**inputs, mask=mask, reset=reset)
+    for name in ("u", "delta", "B", "C", "z"):
+        inputs[name][~mask] = np.nan
+    inputs["u"][0, 2] = inputs["u"][1, 1] = np.nan  # before the resets
+    scan = oracle.selective_scan(**inputs, mask=mask, reset=reset)
+    hit = np.zeros((2, 6), bool)
+    hit[0, 2:4] = hit[1, 1] = True
+    assert np.isnan(scan.value[hit]).all()
+    np.testing.assert_array_equal(scan.value[~hit], clean.value[~hit])
+    np.testing.assert_array_equal(scan.bound[~hit], clean.bound[~hit])
+    np.testing.assert_array_equal(scan.value[~mask], 0)
+    np.testing.assert_array_equal(scan.bound[~mask], 0)
+    np.testing.assert_array_equal(scan.last, clean.last)
+    assert np.isfinite(scan.last_bound).all()
+
+
+@pytest.mark.parametrize("offsets", [[0, 0, 5, 5, 9], [2, 2, 7, 7, 11]])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("with_h0", [False, True])
+def test_packed_is_one_by_one(offsets, reverse, with_h0):
+    length, n = 12, len(offsets) - 1
+    spans = list(starmap(slice, pairwise(offsets)))
+    mask, reset = rng(7).random(length) < 0.7, rng(8).random(length) < 0.2
+    a, b = rng(9).normal(size=(2, 3, length))
+    h0 = rng(10).normal(size=(n, 3)) if with_h0 else None
+    packed = oracle.linear_scan(a, b, h0, reverse=reverse, mask=mask, reset=reset, cu_seqlens=offsets)
+    inputs, layered = layer(batch=1, length=length, groups=2), rng(11).normal(size=(n, 4, 3)) if with_h0 else None
+    flags = {"mask": mask[None], "reset": reset[None]}
+    layers = oracle.selective_scan(**inputs, **flags, h0=layered, reverse=reverse, cu_seqlens=offsets)
+    for s, span in enumerate(spans):
+        one = oracle.linear_scan(
+            a[:, span], b[:, span], h0[s] if with_h0 else None, reverse=reverse, mask=mask[span], reset=reset[span]
+        )
+        np.testing.assert_array_equal(packed.value[:, span], one.value)
+        np.testing.assert_array_equal(packed.last[s], one.last)
+        one = oracle.selective_scan(
+            **{name: x[:, span] if name in ("u", "delta", "B", "C", "z") else x for name, x in inputs.items()},
+            **{name: x[:, span] for name, x in flags.items()},
+            h0=layered[s : s + 1] if with_h0 else None,
+            reverse=reverse,
+        )
+        np.testing.assert_array_equal(layers.value[:, span], one.value)
+        np.testing.assert_array_equal(layers.last[s], one.last[0])
+    outside = np.ones(length, bool)
+    outside[offsets[0] : offsets[-1]] = False
+    for scan in (packed, layers):
+        for x in (scan.value, scan.bound):
+            np.testing.assert_array_equal(x[:, outside], 0)
+        np.testing.assert_array_equal(scan.last_bound[[0, 2]], 0)
 
 
 def test_fft_convolution_only_when_nothing_selects():

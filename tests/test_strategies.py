@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from math import inf  # noqa: F401 in reprs
 
 import numpy as np
@@ -16,7 +17,7 @@ from cuscan.testing import (
     LinearProblem,
     Numpy,
     Plan,
-    SelectiveProblem,  # noqa: F401 in reprs
+    SelectiveProblem,
     linear_problems,
     problems,
     selective_problems,
@@ -66,6 +67,10 @@ def test_a_repr_is_python_and_the_arrays_come_from_it(draw):
     assert repr(LinearProblem(shape=(3, 4), axis=1)) == "LinearProblem(shape=(3, 4), axis=1)"
 
 
+def length_of(problem):
+    return problem.shape[problem.axis] if isinstance(problem, LinearProblem) else problem.length
+
+
 @pytest.mark.parametrize("draw", DRAWS)
 def test_draws_cover_strides_dtypes_options_and_plans(draw):
     source = random.Random(0)
@@ -82,6 +87,26 @@ def test_draws_cover_strides_dtypes_options_and_plans(draw):
         seen["not contiguous"] += any(not x.flags.c_contiguous for x in arrays)
         seen["empty"] += any(x.size == 0 for x in arrays)
         seen["out"] += arguments["out"] is not None
+        mask, reset, offsets = (arguments[name] for name in ("mask", "reset", "cu_seqlens"))
+        for name, flags in (("mask", mask), ("reset", reset)):
+            if flags is not None and flags.size > 1:
+                seen[f"{name} everywhere"] += bool(flags.all())
+                seen[f"{name} nowhere"] += not flags.any()
+                seen[f"{name} in places"] += flags.any() and not flags.all()
+        seen["mask and reset"] += mask is not None and reset is not None
+        if offsets is not None:
+            assert (offsets.dtype, len(offsets)) == (problem.offsets, len(problem.lengths) + 1)
+            lengths = np.diff(offsets)
+            seen["packed with both"] += mask is not None and reset is not None
+            seen["packed with h0"] += arguments["h0"] is not None
+            seen["no sequence"] += lengths.size == 0
+            seen["empty sequence"] += 0 in lengths
+            seen["sequence of one step"] += 1 in lengths
+            seen["many sequences"] += lengths.size > 32
+            seen["ends on an edge"] += any(end % 32 == 0 for end in offsets[1:] if end)
+            seen["ends next to an edge"] += any(end % 32 in (1, 31) for end in offsets[1:])
+            seen["long sequence"] += lengths.max(initial=0) > 100
+            seen["gaps at both ends"] += offsets[0] > 0 and offsets[-1] < length_of(problem)
         seen.update(problem.kinds())
     names = [
         "negative stride",
@@ -94,7 +119,10 @@ def test_draws_cover_strides_dtypes_options_and_plans(draw):
         "out",
         "last",
     ]
-    names += ["reverse", "h0", "out_dtype", *problems.VALUES]
+    names += ["reverse", "h0", "out_dtype", *problems.VALUES, "mask and reset", "cu_seqlens", "head", "offsets"]
+    names += [f"{name} {where}" for name in ("mask", "reset") for where in ("everywhere", "nowhere", "in places")]
+    names += ["packed with both", "packed with h0", "no sequence", "empty sequence", "sequence of one step"]
+    names += ["many sequences", "ends on an edge", "ends next to an edge", "long sequence", "gaps at both ends"]
     if draw is problems.draw_linear:
         names += [
             *problems.dtypes(),
@@ -105,6 +133,101 @@ def test_draws_cover_strides_dtypes_options_and_plans(draw):
         names += ["float32", "bfloat16", "float16", "float64", "complex", "wide", "parameters", "constant", "groups"]
         names += ["D", "z", "delta_bias", "softplus", "limit", "layout", "serial", "split"]
     assert {name: seen[name] for name in names if seen[name] < 3} == {}
+    for name, share in (("mask", 1 / 3), ("reset", 1 / 3), ("cu_seqlens", 1 / 4)):
+        assert share - 0.1 < seen[name] / 400 < share + 0.1
+
+
+def test_offsets_are_those_of_the_lengths_and_end_with_time():
+    def offsets(**fields):
+        return LinearProblem(shape=(3, 8), axis=1, cu_seqlens=Layout(), **fields).arguments()["cu_seqlens"]
+
+    np.testing.assert_array_equal(offsets(lengths=(3, 0, 2), head=1), [1, 4, 4, 6])
+    np.testing.assert_array_equal(offsets(lengths=(3, 0, 9, 4), head=2, offsets="int32"), [2, 5, 5, 8, 8])
+    np.testing.assert_array_equal(offsets(), [0])
+    packed = LinearProblem(shape=(3, 8), axis=1, h0=Layout(), cu_seqlens=Layout(steps=(-1,)), lengths=(4, 4))
+    assert packed.arguments()["h0"].shape == (2, 3)
+    assert packed.arguments()["cu_seqlens"].strides == (-8,)
+    assert packed.expected().last.shape == (2, 3)
+
+
+def test_some_flags_are_as_they_were_before_they_were_broadcast():
+    along_time = Layout(steps=(0, 1, 0))
+    problem = LinearProblem(shape=(3, 8, 5), axis=1, mask=along_time, reset=Layout(steps=(0, 0, 1)))
+    shapes = {
+        tuple(x.shape for x in (arguments["mask"], arguments["reset"]))
+        for arguments in (replace(problem, seed=seed).arguments() for seed in range(20))
+    }
+    assert shapes == {((3, 8, 5), (3, 8, 5)), ((8, 1), (5,))}
+    selective = SelectiveProblem(batch=3, channels=2, layout="bdl", mask=Layout(steps=(0, 1)))
+    assert selective.arguments()["mask"].shape == (3, 8)
+
+
+def per_step(problem, arguments):
+    """Arrays that vary in time, with time first and rows last."""
+    if isinstance(problem, LinearProblem):
+        return [np.moveaxis(arguments[name], problem.axis, 0) for name in "ab" if np.ndim(arguments[name])]
+    time = 1 if problem.layout == "bld" else -1
+    names = {"u", "delta", "z", "B", "C"} - set(problem.constant)
+    return [np.moveaxis(arguments[name], time, 0) for name in names if arguments[name] is not None]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_half_of_the_seeds_hide_nan_where_nothing_may_depend_on_it(draw):
+    source = random.Random(2)
+    hidden = Counter()
+    for _ in range(400):
+        problem = draw(source.choice, source.randint, values=("exact",), largest=500)
+        arguments = problem.arguments()
+        outside = np.ones(length_of(problem), bool)
+        if arguments["cu_seqlens"] is not None:
+            offsets = arguments["cu_seqlens"]
+            outside[offsets[0] : offsets[-1]] = False
+            if outside.any() and outside.size:
+                arrays = per_step(problem, arguments)
+                hidden["outside", any(np.isnan(x[outside]).any() for x in arrays)] += 1
+                if (problem.mask, problem.reset, problem.h0) == (None, None, Layout()):
+                    assert not any(np.isnan(x[~outside]).any() for x in arrays)
+        elif problem.mask is not None and not arguments["mask"].all():
+            hidden["mask", any(np.isnan(x).any() for x in per_step(problem, arguments))] += 1
+        elif problem.mask is None and problem.reset is None and problem.h0 is not None:
+            assert not any(np.isnan(x).any() for x in per_step(problem, arguments))
+        expected = problem.expected(arguments)
+        assert np.isfinite(expected.value).all()
+        assert np.isfinite(expected.last).all()
+    for name in ("mask", "outside"):
+        assert hidden[name, True] > 10, hidden
+        assert hidden[name, False] > 10, hidden
+
+
+def test_nan_lies_only_where_no_step_that_shares_an_item_is_read():
+    shared = LinearProblem(shape=(2, 8), axis=1, mask=Layout(), a=Layout(steps=(0, 1)))
+    problem = next(
+        problem
+        for problem in (replace(shared, seed=seed) for seed in range(100))
+        if np.isnan(problem.arguments()["a"]).any() and (problem.arguments()["mask"].sum(0) == 1).any()
+    )
+    arguments = problem.arguments()
+    masked = ~arguments["mask"]
+    np.testing.assert_array_equal(np.isnan(arguments["b"]), masked)
+    unread = masked.all(axis=0)
+    unread[0] = True  # no state enters the first step
+    np.testing.assert_array_equal(np.isnan(arguments["a"]), np.stack([unread, unread]))
+
+
+def test_a_simpler_problem_without_packing_has_an_h0_that_fits():
+    layout = Layout(order=(2, 0, 1))
+    packed = LinearProblem(
+        shape=(4, 40, 3), axis=1, h0=layout, mask=Layout(), cu_seqlens=Layout(skew=2), lengths=(9, 0, 21), head=3
+    )
+    simpler = list(packed.simpler())
+    assert LinearProblem(shape=(4, 40, 3), axis=1, h0=Layout(), mask=Layout()) in simpler
+    assert replace(packed, mask=None) in simpler
+    assert replace(packed, cu_seqlens=Layout()) in simpler
+    assert replace(packed, head=0) in simpler
+    lengths = {problem.lengths for problem in simpler}
+    assert {(9,), (0, 21), (9, 21), (9, 0), (9, 0, 10), (9, 0, 0), (0, 0, 21)} <= lengths
+    for problem in simpler:
+        problem.check(Numpy())
 
 
 def test_inputs_are_read_only_and_out_is_not():
@@ -140,6 +263,11 @@ def test_a_layout_says_where_items_lie(layout, strides, first):
     np.testing.assert_array_equal(placed, np.broadcast_to(values, shape))
     items = base[layout.skew :].view(np.float32)
     assert np.isnan(items).sum() == items.size - values.size
+
+
+def test_between_offsets_lies_what_no_offset_is():
+    placed = Layout(steps=(2,)).place(np.array([3, 4, 9], np.int32), (3,))
+    np.testing.assert_array_equal(np.lib.stride_tricks.as_strided(placed, (5,), (4,)), [3, -(2**31), 4, -(2**31), 9])
 
 
 def off_in_call(number, by):
