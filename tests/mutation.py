@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import test_activations
+import test_state_update
 
 from cuscan import _source
 from cuscan.testing import Host, Plan, fuzz, host, problems
@@ -35,7 +36,7 @@ RECORD = Path(__file__).parent.parent / "bench" / "results" / "mutation.json"
 SECONDS = 400  # a mutant
 FILES = (
     "operators.cuh", "warp_scan.cuh", "activations.cuh", "selective_tile.cuh", "selective_scan.cu", "item_types.cuh",
-    "tile_io.cuh", "linear_scan.cu",
+    "tile_io.cuh", "linear_scan.cu", "step_marks.cu", "step_marks.cuh", "selective_state_update.cu",
 )  # fmt: skip
 
 
@@ -220,15 +221,24 @@ def try_mutant(mutant, to):
             _source.folder = lambda: folder
         # Neither in the log of the caller: sanitizers write to it what they find.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        if mutant is None or mutant.file == "activations.cuh":
+        own = {
+            "activations.cuh": test_activations.check_all,
+            "selective_state_update.cu": lambda: test_state_update.check_all(executor("forward").modules),
+        }
+        for file, check in own.items():
+            if mutant is not None and mutant.file != file:
+                continue
             try:
-                test_activations.check_all()
+                check()
             except (AssertionError, host.KernelError) as error:
-                to.send(("killed", f"{type(error).__name__} by test_activations.py"))
+                to.send(("killed", f"{type(error).__name__} by the tests of its own"))
                 return
             except host.CompileError as error:
                 to.send(("does not compile", str(error)[:300]))
                 return
+        if mutant is not None and mutant.file == "selective_state_update.cu":
+            to.send(("survived", ""))
+            return
         for number, problem in enumerate(problems_for(mutant.file if mutant else "")):
             error = fuzz.error_of(problem, executor("random" if number % 3 == 2 else "forward", number))
             if isinstance(error, host.CompileError):

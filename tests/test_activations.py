@@ -94,6 +94,7 @@ def test_subnormal_powers_of_two_are_right_in_float64():
 def test_unit_at_an_angle():
     random = np.random.default_rng(0)
     x = np.concatenate([scale * random.uniform(-1, 1, 2000) for scale in (1e-3, 4, 100, 8192, 1e6, 1e9, 1e12)])
+    x = np.append(x, [8192, 1e12])  # the last of its range each
     x = np.concatenate((x, np.pi / 4 * np.arange(-40, 41))).astype(np.float32)
     z = values_of("unit", x, np.complex64)
     # Not a long double: its library reduces angles with a pi of 66 bits.

@@ -1,0 +1,66 @@
+"""Every line of cuda_src/ runs on the CPU; what is behind an architecture's own branch is not compiled there."""
+
+import sys
+
+import mutation
+import numpy as np
+import pytest
+import test_state_update
+
+import cuscan
+from cuscan import _source
+from cuscan.testing import Host, LinearProblem, host
+
+try:
+    host.compiler()
+except host.CompileError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+DIVIDE = """
+extern "C" __global__ void divide_all(const long long* x, const long long* y, int count, long long* to) {
+  for (int i = 0; i < count; ++i) to[i] = divide(x[i], y[i], to[count + i]);
+}
+"""
+
+
+def check_division(executor):
+    """divide() of linear_scan.cu on both sides of 2^32: no test has as many rows."""
+    random = np.random.default_rng(0)
+    x, y = (random.integers(1, 2 ** random.integers(1, 62, 1000)) for _ in range(2))
+    source = _source.KernelSource("\n".join(_source._flatten("linear_scan.cu", set())) + DIVIDE, ("divide_all",))
+    results = executor.launch(
+        source, "divide_all", (1,), (1,), (x, y, np.int32(len(x)), np.zeros(2 * len(x), np.int64))
+    )[-1]
+    np.testing.assert_array_equal(results.reshape(2, -1), np.divmod(x, y))
+
+
+def check_large_angles(executor):
+    """unit_at_angle() where the angle is taken as 0."""
+    u, A = np.ones((1, 1, 1), np.float32), np.full((1, 1), -1 + 3e13j, np.complex64)
+    B = np.ones((1, 1, 1), np.complex64)
+    h0 = np.ones((1, 1, 1), np.complex64)
+    y = executor(cuscan.selective_scan, {"u": u, "delta": u, "A": A, "B": B, "C": B, "h0": h0})
+    np.testing.assert_allclose(y, 2 * (np.exp(-1) + 1), rtol=1e-6)
+
+
+def test_division_of_64_bits():
+    check_division(Host())
+
+
+@pytest.mark.full
+def test_every_line_runs(capsys):
+    executor = Host("coverage")
+    for problem in mutation.problems_for(""):
+        problem.check(executor)
+    for dtype in ("complex64", "complex128"):
+        LinearProblem(dtype=dtype, a=1.0).check(executor)
+    check_division(executor)
+    check_large_angles(executor)
+    test_state_update.check_all(executor.modules)
+    report = executor.modules.coverage()
+    with capsys.disabled():
+        for file, lines in report.items():
+            sys.stdout.write(f"\n{file:40}{len(lines.covered):5} lines run, {len(lines.uncovered)} do not")
+    assert {file: sorted(lines.uncovered) for file, lines in report.items() if lines.uncovered} == {}
+    files = {f"cuda_src/{path.name}" for path in _source.folder().glob("*.cu")}
+    assert files <= set(report)
