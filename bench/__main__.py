@@ -107,7 +107,7 @@ def residence(cupy: Any, load: Selective | Linear, plan: Any) -> dict[str, Any]:
     modules = _compile.cupy_modules(device.id)
     if isinstance(load, Selective):
         kind = _plan.SelectiveKind(load.dtype, complex=False, time_fast=load.layout == "bdl", time_B=True, time_C=True,
-                                   states=plan.order.states)  # fmt: skip
+                                   states=plan.order.states, segmented=load.mask or load.sequences > 0)  # fmt: skip
         tile = plan.fit.tile
         kernel: Any = modules.get_function(_source.selective_source(kind), _source.selective_name(kind, tile, False))  # noqa: FBT003
         shared, threads = tile.shared_memory(kind), tile.threads
@@ -134,9 +134,9 @@ def residence(cupy: Any, load: Selective | Linear, plan: Any) -> dict[str, Any]:
 
 def line(row: dict[str, Any]) -> str:
     shape = row.get("shape") or [row[name] for name in ("batch", "length", "channels", "state")]
-    extra = " ".join(name for name in ("z", "h0") if row.get(name))
+    extra = " ".join(name for name in ("z", "h0", "mask", "sequences") if row.get(name))
     return (f"{row['op']:14s} {row['dtype']:8s} {row.get('layout', 'axis ' + str(row.get('axis'))):6s} {shape!s:24s} "
-            f"{extra:4s} {row['ms']:9.4f} ms  limit {row['limit_ms']:8.4f} ({row['bound_by']})  x{row['ratio']:5.2f}  "
+            f"{extra:9s} {row['ms']:9.4f} ms  limit {row['limit_ms']:8.4f} ({row['bound_by']})  x{row['ratio']:5.2f}  "
             f"{row['bytes_per_s'] / 1e9:6.0f} GB/s  {row['schedule']:6s} {row['registers']:3d} regs "
             f"{row['blocks_per_sm']}/SM {row['waves']} waves")  # fmt: skip
 

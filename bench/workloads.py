@@ -27,6 +27,8 @@ class Selective:
     layout: str = "bld"
     z: bool = False
     h0: bool = False
+    mask: bool = False  # the last tenth of each row is padding
+    sequences: int = 0  # packed in the one row, of random lengths
     op: str = "selective_scan"
 
     def inputs(self, cupy: Any, seed: int = 0) -> dict[str, Any]:
@@ -50,14 +52,21 @@ class Selective:
             "layout": self.layout,
         }
         if self.h0:
-            made["h0"] = random.standard_normal((self.batch, self.channels, self.state), dtype=cupy.float32)
+            states = self.sequences or self.batch
+            made["h0"] = random.standard_normal((states, self.channels, self.state), dtype=cupy.float32)
+        if self.mask:
+            made["mask"] = cupy.tile(cupy.arange(self.length) < 0.9 * self.length, (self.batch, 1))
+        if self.sequences:
+            cuts = np.random.default_rng(seed).integers(0, self.length, self.sequences - 1)
+            made["cu_seqlens"] = cupy.array([0, *np.sort(cuts), self.length])
         return made
 
     def call(self, inputs: dict[str, Any]) -> Callable[[], Any]:
         return lambda: cuscan.selective_scan(**inputs)
 
     def row(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("layout", "batch", "length", "channels", "state", "z", "h0")}
+        names = ("layout", "batch", "length", "channels", "state", "z", "h0", "mask", "sequences")
+        return {name: getattr(self, name) for name in names}
 
     def check(self, inputs: dict[str, Any], result: Any) -> None:
         """The first batch, a few channels, against float64: the bound is for any order of rounding."""
@@ -67,9 +76,12 @@ class Selective:
         cut |= {name: inputs[name][few] for name in ("A", "D", "delta_bias")}
         cut |= {name: inputs[name][:1] for name in ("B", "C")}
         if self.h0:
-            cut["h0"] = inputs["h0"][:1, few]
+            cut["h0"] = inputs["h0"][: self.sequences or 1, few]
         wide = {name: x.get().astype(np.float64) for name, x in cut.items()}
-        expected = cuscan.selective_scan(**wide, delta_softplus=True, layout=self.layout)
+        marks = {name: inputs[name].get() for name in ("mask", "cu_seqlens") if name in inputs}
+        if self.mask:
+            marks["mask"] = marks["mask"][:1]
+        expected = cuscan.selective_scan(**wide, **marks, delta_softplus=True, layout=self.layout)
         _assert_close(result[channels].get(), expected, self.dtype)
 
     @property
@@ -157,6 +169,12 @@ SELECTIVE = (
     Selective(8, 4096, 1024, 16, z=True),
     Selective(8, 4096, 1024, 16, h0=True),
     Selective(256, 4, 2048, 16, h0=True),
+    Selective(8, 4096, 1024, 16, mask=True),
+    # The same tokens packed and in rows of equal length.
+    Selective(1, 32768, 1024, 16, sequences=8),
+    Selective(1, 32768, 1024, 16, sequences=64),
+    Selective(1, 32768, 1024, 16, sequences=64, h0=True),
+    Selective(64, 512, 1024, 16),
 )
 LINEAR = (
     Linear((8, 4096, 1536), 1),
