@@ -84,7 +84,7 @@ COUNTS = "<2q2d2f8q4q3i4x"  # after the five arrays of LinearArgs
 
 
 def linear_tail(packed):
-    return struct.unpack(COUNTS, packed[LINEAR_FIELDS:])
+    return struct.unpack_from(COUNTS, packed, LINEAR_FIELDS)
 
 
 def linear_array(packed, index):
@@ -298,6 +298,40 @@ def test_the_kind_is_in_the_name(place, item, complex_, constant, name):
     A = np.zeros((8, 4), np.complex64 if complex_ else np.float32)
     cuscan.selective_scan(u, u, A, B, C)
     assert names(place)[0].startswith(f"selective_scan_apply_{name}_")
+
+
+# segments
+
+
+def test_marks_come_first_and_the_kernels_are_segmented(place):
+    b = np.ones((70, 1000), np.float32)
+    mask = np.ones((1, 1000), bool)
+    with forced(schedule=Schedule.SERIAL):
+        cuscan.linear_scan(b, b, axis=1, mask=mask)
+    assert names(place) == ["step_marks", "linear_scan_rows_apply_segmented_float32"]
+    place.launches.clear()
+    place.allocated.clear()
+    with forced(schedule=Schedule.SPLIT, lanes=Lanes.TIME, chunk=128):
+        cuscan.linear_scan(b, b, axis=1, mask=mask)
+    kernel = "linear_scan_time_{}_segmented_float32"
+    assert names(place) == [
+        "step_marks", kernel.format("summarise"), "step_marks", kernel.format("apply"), kernel.format("apply")
+    ]  # fmt: skip
+    # 32 words of one row, for the mask is the same in all; then 8 chunks of 70 rows, and a word for each row.
+    assert [x.nbytes for x in place.allocated[1:]] == [32 * 16, 70 * 8 * 4, 70 * 8 * 4, 70 * 8, 70 * 16]
+
+
+def test_marks_of_a_selective_scan(place):
+    reset = np.ones((2, 50), bool)
+    with forced(schedule=Schedule.SPLIT, chunk=21):
+        selective(place, 2, 50, 70, 4, reset=reset)
+    tile = selective_tiles(kind_of(4))[0]
+    shape = f"{tile.states}x{tile.groups}x{tile.channels}x{tile.steps}"
+    first, summarise, second, scan, apply = names(place)
+    assert first == second == "step_marks"
+    assert summarise == f"selective_scan_summarise_float32_segmented_{shape}"
+    assert scan == "linear_scan_rows_apply_segmented_float32"
+    assert apply.startswith("selective_scan_apply_float32_segmented_")
 
 
 # every call

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import cuscan
 from cuscan import _source
-from cuscan.testing import Host, Monoid, Plan, affine_monoid, check_monoid, cuda_monoid, host
+from cuscan.testing import Host, Monoid, Plan, affine_monoid, check_monoid, cuda_monoid, host, segmented_monoid
 
 try:
     host.compiler()
@@ -73,6 +73,19 @@ def test_the_struct_of_the_kernels_is_a_monoid(item):
     check_monoid(affine_monoid(item, Host()), examples=50)
 
 
+@pytest.mark.parametrize("item", ["float32", pytest.param("float64", marks=pytest.mark.full)])
+def test_the_struct_that_resets_is_a_monoid(item):
+    check_monoid(segmented_monoid(item, Host()), examples=50)
+
+
+def test_nothing_comes_through_a_reset():
+    monoid = segmented_monoid("float32", Host())
+    assert monoid.combine((np.nan, np.inf, 0), (np.nan, 3, 1))[1:] == (3, 1)
+    assert monoid.combine((np.nan, np.inf, 0), (2, 3, 1)) == (2, 3, 1)
+    assert monoid.combine((np.nan, 3, 1), (2, 5, 0))[1:] == (11, 1)
+    assert monoid.apply((np.nan, 3, 1), (np.inf,)) == (3,)
+
+
 def test_the_identity_is_not_neutral_before_an_infinite_gate():
     monoid = affine_monoid("float32", Host())
     assert monoid.combine((np.inf, 3.0), monoid.identity) == (np.inf, 3.0)
@@ -88,13 +101,19 @@ def test_the_identity_is_not_neutral_before_an_infinite_gate():
         ("int distance = 1; distance < 32", "int distance = 2; distance < 32", "homomorphism"),
         ("{Scalar<S>::one(), Scalar<S>::zero()}", "{Scalar<S>::one(), Scalar<S>::one()}", "later identity"),
         ("multiply_add(later.gate, earlier.input", "multiply_add(earlier.gate, earlier.input", "associativity"),
+        ("later.resets ? later :", "", "associativity"),
+        ("earlier.resets}", "0u}", "associativity"),
+        ("map.resets ? map.input :", "", "action"),
+        ("if (lane - distance >= head)", "if (lane >= distance)", "homomorphism"),
     ],
 )  # fmt: skip
 def test_a_fault_in_cuda_src_is_caught(right, wrong, law, tmp_path, monkeypatch):
+    assert any(right in path.read_text() for path in _source.folder().iterdir())
     for path in _source.folder().iterdir():
         (tmp_path / path.name).write_text(path.read_text().replace(right, wrong))
     monkeypatch.setattr(_source, "folder", lambda: tmp_path)
-    monoid = affine_monoid("float32", Host("fast"))
+    resets = "reset" in right or "head" in right
+    monoid = (segmented_monoid if resets else affine_monoid)("float32", Host("fast"))
     with pytest.raises(AssertionError, match=f"^{law} is broken by "):
         check_monoid(monoid, examples=50, longest=10)
 

@@ -118,6 +118,19 @@ def test_exact_inputs_give_the_same_bits_by_every_plan(executor, dtype, reverse)
             np.testing.assert_array_equal(last, expected.last, err_msg=f"{length} {plan}")
 
 
+@pytest.mark.full
+def test_every_length(executor):
+    a, b = exact_inputs((2, 1100))
+    expected = oracle.linear_scan(a, b, [1, -2])
+    h0 = np.array([1, -2], np.float32)
+    every = plans(executor, chunk=100)
+    for length in range(1101):
+        plan = every[length % len(every)]
+        h, last = scan(executor, a[:, :length], b[:, :length], h0, plan, axis=1)
+        np.testing.assert_array_equal(h, expected.value[:, :length], err_msg=f"{length} {plan}")
+        np.testing.assert_array_equal(last, h[:, -1] if length else h0, err_msg=f"{length} {plan}")
+
+
 @LANES
 @pytest.mark.parametrize("reverse", [False, True])
 def test_summaries_of_many_chunks_fill_many_tiles(executor, lanes, reverse):
@@ -275,6 +288,18 @@ def test_sizes_0_and_1(executor, shape):
                 np.testing.assert_array_equal(last, expected.last)
                 assert h.shape == shape
                 assert last.shape == rest
+
+
+@pytest.mark.parametrize("rows", [65_536, 70_001])
+def test_many_rows(executor, rows):
+    a, b = exact_inputs((5, rows))
+    expected = np.zeros_like(b)
+    state = np.zeros(rows, np.float32)
+    for t in range(5):
+        expected[t] = state = a[t] * state + b[t]
+    for axis, turned in ((0, lambda x: x), (1, lambda x: np.ascontiguousarray(x.T))):
+        h = executor(cuscan.linear_scan, turned(a), turned(b), axis=axis)
+        np.testing.assert_array_equal(h, turned(expected))
 
 
 def test_rows_past_element_2_to_31(cuda_executor):
@@ -510,13 +535,3 @@ def test_peak_of_numpy_is_a_tile_beside_the_result():
     finally:
         tracemalloc.stop()
     assert peak < 1.5 * b.nbytes
-
-
-# what comes next
-
-
-@pytest.mark.parametrize("name", ["mask", "reset", "cu_seqlens"])
-def test_what_is_not_there_yet_is_refused_by_name(executor, name):
-    b = np.ones(3, np.float32)
-    with pytest.raises(NotImplementedError, match=name):
-        executor(cuscan.linear_scan, b, b, **{name: np.ones(3, bool)})

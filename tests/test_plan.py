@@ -123,7 +123,7 @@ def test_kinds_are_all_and_each_once():
     types = {(kind.item, kind.complex, kind.time_B, kind.time_C) for kind in kinds}
     assert len(types) == (3 * 2 + 1) * 2 * 2
     for kind in kinds:
-        assert not kind.time_fast or _plan.has_time_fast(kind.item, kind.complex, kind.time_B and kind.time_C)
+        assert not kind.time_fast or _plan.is_usual(kind.item, kind.complex, kind.time_B and kind.time_C)
 
 
 def linear_problem(rows, length, *, time_fast):

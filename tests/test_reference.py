@@ -1,6 +1,7 @@
 """The NumPy implementation against the oracle, and by properties that need none."""
 
 import tracemalloc
+from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
@@ -33,23 +34,42 @@ def roundoff(dtype):
     return 2.0**-53 if dtype in (np.float64, np.complex128) else 2.0**-24
 
 
-def linear_scan(a, b, h0=None, *, axis=-1, reverse=False, segments=1, out=None, accumulate=None):
+def flags(mask, reset, cu_seqlens, shape):
+    """The options as the reference takes them."""
+    given = {name: np.broadcast_to(x, shape) for name, x in (("mask", mask), ("reset", reset)) if x is not None}
+    return given if cu_seqlens is None else given | {"cu_seqlens": np.asarray(cu_seqlens, np.int64)}
+
+
+def linear_scan(
+    a, b, h0=None, *, axis=-1, reverse=False, segments=1, out=None, accumulate=None, mask=None, reset=None,
+    cu_seqlens=None
+):  # fmt: skip
     b = np.asarray(b)
     accumulate = np.dtype(accumulate or ACCUMULATE[b.dtype.type])
     out = np.empty_like(b) if out is None else out
     h0 = None if h0 is None else np.asarray(h0, accumulate)
     last = reference.linear_scan(
-        np.asarray(a), b, h0, out, axis=axis, reverse=reverse, accumulate=accumulate, segments=segments
-    )
+        np.asarray(a), b, h0, out, axis=axis, reverse=reverse, accumulate=accumulate, segments=segments,
+        **flags(mask, reset, cu_seqlens, b.shape),
+    )  # fmt: skip
     assert last.dtype == accumulate
     return out, last
 
 
-def check_linear(a, b, h0=None, *, axis=-1, reverse=False, segments=1, out=None):
-    expected = oracle.linear_scan(a, b, h0, axis=axis, reverse=reverse, eps=roundoff(b.dtype.type))
-    out, last = linear_scan(a, b, h0, axis=axis, reverse=reverse, segments=segments, out=out)
+def check_linear(a, b, h0=None, *, segments=1, out=None, **options):
+    expected = oracle.linear_scan(a, b, h0, **options, eps=roundoff(b.dtype.type))
+    out, last = linear_scan(a, b, h0, segments=segments, out=out, **options)
     oracle.assert_scan_close(out, expected.value, expected.bound)
     oracle.assert_scan_close(last, expected.last, expected.last_bound)
+
+
+def check_linear_exact(a, b, h0=None, **options):
+    """For inputs whose every intermediate is exact: the oracle's values in any number of segments."""
+    expected = oracle.linear_scan(a, b, h0, **options)
+    for segments in (1, 2, 3, 7):
+        out, last = linear_scan(a, b, h0, segments=segments, out=np.full_like(b, 99), **options)
+        np.testing.assert_array_equal(out, expected.value)
+        np.testing.assert_array_equal(last, expected.last)
 
 
 def gates_and_inputs(shape, dtype=np.float32, seed=0):
@@ -197,6 +217,206 @@ def test_linear_gates_that_underflow(segments):
     check_linear(a, b, 1e30, segments=segments)
 
 
+# linear_scan: mask, reset and packed sequences
+
+
+def exact_row(shape, seed=0):
+    """Gates of -1, 0 and 1 and small integers; h0 of -8 to 8 may stand before them."""
+    r = rng(seed)
+    a = r.choice(np.array([-1, 0, 1], np.float32), shape, p=[0.45, 0.1, 0.45])
+    return a, r.integers(-8, 9, shape).astype(np.float32)
+
+
+def poison(x, where):
+    """NaN, inf and -inf in turn."""
+    x[where] = np.resize(np.array([np.nan, np.inf, -np.inf], x.dtype), np.count_nonzero(where))
+
+
+def masks(rows, length, seed=0):
+    """Padding on the left and on the right, a different one in each row; scattered; nothing counts."""
+    r = rng(seed)
+    t, edge = np.arange(length), r.integers(0, length + 1, (rows, 1))
+    return t >= edge, t < edge, r.random((rows, length)) < 0.6, np.zeros((rows, length), bool)
+
+
+def random_bounds(length, seed=0):
+    """Five sequences in 0 to length; some may be empty, and the ends need not be covered."""
+    return np.sort(rng(seed).integers(0, length + 1, 6))
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 4])
+def test_linear_marks_by_hand(segments):
+    a, b = np.array([2, np.nan, np.inf, 3, np.nan], np.float32), np.array([1, 5, 2, 1, 7], np.float32)
+    mask, reset = np.array([1, 0, 1, 1, 0], bool), np.array([0, 0, 1, 0, 1], bool)
+    out, last = linear_scan(a, b, 10, segments=segments, mask=mask, reset=reset)
+    np.testing.assert_array_equal(out, [21, 21, 2, 7, 0])
+    assert last == 0
+    out, last = linear_scan(a, b, 10, segments=segments, mask=mask)
+    np.testing.assert_array_equal(out, [21, 21, np.inf, np.inf, np.inf])
+    out, last = linear_scan(a, b, 10, segments=segments, mask=mask, reset=np.roll(reset, 1), reverse=True)
+    np.testing.assert_array_equal(out, [1, np.inf, np.inf, 1, 10])
+    assert last == 1
+    # The empty sequence returns its h0.
+    a, b = np.arange(2, 8, dtype=np.float32), np.ones(6, np.float32)
+    packed = {"cu_seqlens": [1, 3, 3, 5], "segments": segments}
+    for reverse, h0, values, states in (
+        (False, [10, 15, 20], [0, 31, 125, 101, 607, 0], [125, 15, 607]),
+        (True, [10, 15, 20], [0, 124, 41, 606, 121, 0], [124, 15, 606]),
+        (False, None, [0, 1, 5, 1, 7, 0], [5, 0, 7]),
+        (True, None, [0, 4, 1, 6, 1, 0], [4, 0, 6]),
+    ):
+        out, last = linear_scan(a, b, h0, **packed, reverse=reverse)
+        np.testing.assert_array_equal(out, values)
+        np.testing.assert_array_equal(last, states)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("h0", [None, np.array([5, -6, 7], np.float32)])
+def test_linear_mask(reverse, h0):
+    for length in range(1, 41):
+        for mask in masks(3, length, seed=length):
+            a, b = exact_row((3, length), seed=length)
+            poison(a, ~mask)
+            poison(b, ~mask)
+            check_linear_exact(a, b, h0, reverse=reverse, mask=mask)
+
+
+def test_linear_a_masked_first_step_leaves_zero_and_not_nothing():
+    a, b = np.array([1, np.inf, 1, 1], np.float32), np.array([5, 1, 1, 1], np.float32)
+    for segments in (1, 2, 3, 4):
+        out, _ = linear_scan(a, b, mask=np.array([0, 1, 1, 1], bool), segments=segments)
+        np.testing.assert_array_equal(out, [0, np.nan, np.nan, np.nan])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("with_h0", [False, True])
+def test_linear_nothing_gets_past_a_reset_at_any_step(reverse, with_h0):
+    for length in range(1, 41):
+        # Row t has its reset at step t, NaN and inf before it, h0 included, and a gate there that must not be read.
+        a, b = exact_row((length, length), seed=length)
+        reset = np.eye(length, dtype=bool)
+        before = np.triu(np.ones((length, length), bool), 1) if reverse else np.tri(length, k=-1, dtype=bool)
+        h0 = np.full(length, np.nan, np.float32) if with_h0 else None
+        poison(a, before | reset)
+        poison(b, before)
+        expected = oracle.linear_scan(a, b, h0, reverse=reverse, reset=reset)
+        for segments in (1, 2, 3, 7):
+            out, last = linear_scan(a, b, h0, reverse=reverse, reset=reset, segments=segments)
+            np.testing.assert_array_equal(out[~before], expected.value[~before])
+            np.testing.assert_array_equal(last, expected.last)
+            assert np.isfinite(last).all()
+            assert not np.isfinite(out[before]).any()
+        check_linear_exact(np.full_like(a, np.nan), np.nan_to_num(b), h0, reverse=reverse, reset=True)
+
+
+def test_linear_reset_takes_the_input_as_it_is():
+    for segments in (1, 2, 4):
+        out, _ = linear_scan(
+            np.ones(4, np.float32), np.full(4, -0.0, np.float32), 0, reset=[False, True, True, False], segments=segments
+        )
+        np.testing.assert_array_equal(np.signbit(out), [False, True, True, True])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("with_h0", [False, True])
+@pytest.mark.parametrize(
+    ("length", "cu_seqlens"),
+    [
+        (9, [0, 0, 5, 5, 9]), (9, [0, 9]), (9, [2, 2, 4, 7]), (9, [4, 4]), (9, [9, 9, 9]), (9, [3]), (40, [3, 4, 38]),
+        (40, list(range(41))), (1, [0, 1]), (1, [0, 0]), (0, [0, 0, 0]), (12, [0, 0, 0, 0, 12, 12]),
+    ],
+)  # fmt: skip
+def test_linear_packed(reverse, with_h0, length, cu_seqlens):
+    a, b = exact_row((3, length))
+    h0 = rng().integers(-8, 9, (len(cu_seqlens) - 1, 3)).astype(np.float32) if with_h0 else None
+    t = np.arange(length)
+    outside = np.broadcast_to((t < cu_seqlens[0]) | (t >= cu_seqlens[-1]), a.shape)
+    poison(a, outside)
+    poison(b, outside)
+    if not with_h0:
+        starts = [stop - 1 if reverse else start for start, stop in pairwise(cu_seqlens) if start < stop]
+        a[:, starts] = np.inf
+    check_linear_exact(a, b, h0, reverse=reverse, cu_seqlens=cu_seqlens)
+    check_linear_exact(a.T, b.T, h0, axis=0, reverse=reverse, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_linear_marks_together(reverse):
+    for seed in range(150):
+        r = rng(seed)
+        length = int(r.integers(1, 41))
+        a, b = exact_row((2, length), seed)
+        mask, reset = r.random((2, length)) < 0.7, r.random((2, length)) < 0.1
+        cu_seqlens = random_bounds(length, seed) if seed % 3 else None
+        h0 = r.integers(-8, 9, (2,) if cu_seqlens is None else (5, 2)).astype(np.float32) if seed % 2 else None
+        a[reset] = np.nan
+        poison(a, ~mask)
+        poison(b, ~mask)
+        check_linear_exact(a, b, h0, reverse=reverse, mask=mask, reset=reset, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 7])
+def test_linear_sequences_do_not_see_each_other(segments):
+    a, b = gates_and_inputs((2, 40))
+    options = {"cu_seqlens": [2, 9, 9, 25, 36], "segments": segments}
+    h0 = rng().normal(size=(4, 2))
+    clean, last = linear_scan(a, b, h0, **options)
+    poison(a[:, 9:25], np.ones((2, 16), bool))
+    a[:, :2] = b[:, 36:] = h0[2] = np.nan
+    out, again = linear_scan(a, b, h0, **options)
+    np.testing.assert_array_equal(np.delete(out, slice(9, 25), axis=1), np.delete(clean, slice(9, 25), axis=1))
+    np.testing.assert_array_equal(np.delete(again, 2, axis=0), np.delete(last, 2, axis=0))
+    assert np.isnan(out[:, 9:25]).all()
+    assert np.isnan(again[2]).all()
+
+
+@pytest.mark.parametrize("dtype", ACCUMULATE)
+@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_linear_marks_types(dtype, segments, reverse):
+    a, b = gates_and_inputs((2, 90, 3), dtype)
+    r = rng()
+    mask, reset = r.random((2, 90, 3)) < 0.8, r.random((2, 90, 3)) < 0.05
+    h0 = r.normal(size=(4, 2, 3)) + (1j * r.normal(size=(4, 2, 3)) if np.dtype(dtype).kind == "c" else 0)
+    poison(a, ~mask | reset)
+    poison(b, ~mask)
+    options = {"axis": 1, "segments": segments, "reverse": reverse}
+    check_linear(a, b, h0[0].astype(ACCUMULATE[dtype]), **options, mask=mask, reset=reset)
+    cu_seqlens = [5, 30, 30, 31, 85]
+    check_linear(a, b, h0.astype(ACCUMULATE[dtype]), **options, mask=mask, reset=reset, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("segments", [1, 3])
+def test_linear_marks_axes_and_views(axis, segments):
+    big_a, big_b = gates_and_inputs((10, 14, 12))
+    a, b = big_a[::2, ::-2, ::2], big_b[::-2, ::2, 1::2]
+    r = rng()
+    for shape in ((5, 7, 6), (1, 7, 1), (7, 6), (5, 1, 1), ()):
+        mask, reset = r.random(shape) < 0.7, r.random(shape) < 0.2
+        before = mask.copy(), reset.copy()
+        check_linear(a, b, axis=axis, segments=segments, mask=mask, reset=reset, reverse=True)
+        check_linear(a, b, axis=axis, segments=segments, mask=mask, reset=reset, cu_seqlens=[1, 3, 4])
+        np.testing.assert_array_equal(mask, before[0])
+        np.testing.assert_array_equal(reset, before[1])
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_linear_marks_where_out_is_an_input(segments, reverse, dtype):
+    a, b = gates_and_inputs((2, 150, 3), dtype)
+    mask, reset = rng().random((2, 2, 150, 3)) < 0.5
+    options = {"axis": 1, "reverse": reverse, "segments": segments, "mask": mask, "reset": reset}
+    for more in ({}, {"cu_seqlens": [3, 70, 70, 140]}):
+        expected, last = linear_scan(a, b, **options, **more)
+        for index in range(2):
+            inputs = [a.copy(), b.copy()]
+            _, again = linear_scan(*inputs, **options, **more, out=inputs[index])
+            np.testing.assert_array_equal(inputs[index], expected)
+            np.testing.assert_array_equal(again, last)
+
+
 # linear_scan: laws
 
 rows = st.integers(0, 60).flatmap(
@@ -274,14 +494,14 @@ def layer(batch=2, length=10, channels=6, state=3, *, B=1, C=1, dtype=np.float32
 
 def selective_scan(
     u, delta, A, B, C, D=None, z=None, delta_bias=None, *, h0=None, out=None, segments=1, reverse=False,
-    delta_softplus=True, delta_limit=None
+    delta_softplus=True, delta_limit=None, mask=None, reset=None, cu_seqlens=None
 ):  # fmt: skip
     accumulate = np.dtype(np.complex64 if A.dtype.kind == "c" else ACCUMULATE[u.dtype.type])
     out = np.empty(u.shape, u.dtype) if out is None else out
     last = reference.selective_scan(
         u, delta, A, B, C, D, z, delta_bias, None if h0 is None else h0.astype(accumulate), out,
         delta_softplus=delta_softplus, delta_limit=delta_limit, reverse=reverse, accumulate=accumulate,
-        segments=segments,
+        segments=segments, **flags(mask, reset, cu_seqlens, u.shape[:2]),
     )  # fmt: skip
     assert last.dtype == accumulate
     return out, last
@@ -396,6 +616,139 @@ def test_selective_segments_agree_bit_for_bit_on_exact_inputs(reverse):
         np.testing.assert_array_equal(again, last)
 
 
+def exact_layer(batch, length, *, B=1, C=1, seed=0):
+    """Gates of 1 and 0, small integers; no softplus, so that z has to stay out."""
+    r = rng(seed)
+    inputs = layer(batch, length, 4, 3, B=B, C=C)
+    inputs |= {k: r.integers(-3, 4, inputs[k].shape).astype(np.float32) for k in ("u", "B", "C", "D")}
+    inputs["delta"] = r.integers(0, 2, inputs["u"].shape).astype(np.float32)
+    inputs["A"] = r.choice(np.array([0, -1e4], np.float32), (4, 3))
+    return inputs | {"z": None, "delta_bias": None}
+
+
+def poison_steps(inputs, where):
+    """All that varies in time holds NaN or inf at the steps `where` (batch, length)."""
+    for i, x in enumerate(inputs[k] for k in ("u", "delta", "B", "C", "z")):
+        if x is not None and x.ndim > 2:
+            x[where] = [np.nan, np.inf][i % 2]
+
+
+def check_selective_exact(inputs, **options):
+    expected = oracle.selective_scan(**inputs, **options)
+    for segments in (1, 2, 3, 7):
+        out = np.full_like(inputs["u"], 99)
+        out, last = selective_scan(**inputs, **options, out=out, delta_softplus=False, segments=segments)
+        np.testing.assert_array_equal(out, expected.value)
+        np.testing.assert_array_equal(last, expected.last)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3])
+def test_selective_marks_by_hand(segments):
+    # The gate is 1, C is 2, and D is 3 or 0.
+    u, delta = np.array([1, 2, 3, 4, 5, 6], np.float32).reshape(1, 6, 1), np.ones((1, 6, 1), np.float32)
+    A, B, C = (np.full((1, 1), x, np.float32) for x in (0, 1, 2))
+    mask, reset = np.array([[1, 0, 1, 1, 0, 1]], bool), np.array([[0, 0, 0, 1, 0, 0]], bool)
+    options = {"delta_softplus": False, "segments": segments, "mask": mask, "reset": reset}
+    h0 = np.full((1, 1, 1), 10, np.float32)
+    y, last = selective_scan(u, delta, A, B, C, np.full(1, 3, np.float32), h0=h0, **options)
+    np.testing.assert_array_equal(y.ravel(), [22 + 3, 0, 28 + 9, 8 + 12, 0, 20 + 18])
+    assert last.item() == 10
+    y, last = selective_scan(u, delta, A, B, C, cu_seqlens=[1, 3, 3, 5], h0=np.concatenate([h0, h0, h0]), **options)
+    np.testing.assert_array_equal(y.ravel(), [0, 0, 26, 8, 0, 0])
+    np.testing.assert_array_equal(last.ravel(), [13, 10, 4])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("with_h0", [False, True])
+def test_selective_mask(reverse, with_h0):
+    for length in range(1, 41):
+        h0 = rng(length).integers(-3, 4, (2, 4, 3)).astype(np.float32) if with_h0 else None
+        for mask in masks(2, length, seed=length)[length % 2 :: 2]:
+            inputs = exact_layer(2, length, seed=length)
+            poison_steps(inputs, ~mask)
+            check_selective_exact(inputs, h0=h0, reverse=reverse, mask=mask)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_selective_nothing_gets_past_a_reset_at_any_step(reverse):
+    for length in (1, 2, 3, 7, 20, 21):
+        inputs = exact_layer(length, length, seed=length)
+        reset = np.eye(length, dtype=bool)
+        before = np.triu(np.ones((length, length), bool), 1) if reverse else np.tri(length, k=-1, dtype=bool)
+        h0 = np.full((length, 4, 3), np.inf, np.float32)
+        poison_steps(inputs, before)
+        expected = oracle.selective_scan(**inputs, h0=h0, reverse=reverse, reset=reset)
+        for segments in (1, 2, 3, 7):
+            out, last = selective_scan(
+                **inputs, h0=h0, reverse=reverse, reset=reset, segments=segments, delta_softplus=False
+            )
+            np.testing.assert_array_equal(out[~before], expected.value[~before])
+            np.testing.assert_array_equal(last, expected.last)
+            assert np.isfinite(last).all()
+            assert np.isnan(out[before]).all()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("with_h0", [False, True])
+@pytest.mark.parametrize(
+    ("length", "cu_seqlens"),
+    [(9, [0, 0, 5, 5, 9]), (9, [2, 2, 4, 7]), (9, [4, 4]), (9, [3]), (12, list(range(13))), (0, [0, 0, 0])],
+)
+def test_selective_packed(reverse, with_h0, length, cu_seqlens):
+    inputs = exact_layer(1, length)
+    h0 = rng().integers(-3, 4, (len(cu_seqlens) - 1, 4, 3)).astype(np.float32) if with_h0 else None
+    check_selective_exact(inputs, h0=h0, reverse=reverse, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("B", [None, 1, 2, 4])
+@pytest.mark.parametrize("C", [None, 1, 2, 4])
+def test_selective_marks_together(B, C):
+    for seed in range(12):
+        r = rng(seed)
+        length = int(r.integers(1, 41))
+        batch = 1 if seed % 3 else 2
+        inputs = exact_layer(batch, length, B=B, C=C, seed=seed)
+        mask, reset = r.random((batch, length)) < 0.7, r.random((batch, length)) < 0.1
+        cu_seqlens = random_bounds(length, seed) if batch == 1 else None
+        states = (batch if cu_seqlens is None else 5, 4, 3)
+        h0 = r.integers(-3, 4, states).astype(np.float32) if seed % 2 else None
+        poison_steps(inputs, ~mask)
+        marks = {"mask": mask, "reset": reset, "cu_seqlens": cu_seqlens}
+        check_selective_exact(inputs, h0=h0, reverse=seed % 4 > 1, **marks)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "parameter"),
+    [(np.float32, np.float32), (np.float16, np.float32), (BF16, BF16), (np.float64, np.float64), (BF16, np.complex64)],
+)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_selective_marks_types_and_options(dtype, parameter, reverse):
+    r = rng()
+    for batch, cu_seqlens in ((2, None), (1, [3, 9, 9, 30, 35])):
+        inputs = layer(batch, 40, B=2, C=3, dtype=dtype, parameter=parameter)
+        mask, reset = r.random((batch, 40)) < 0.7, r.random((batch, 40)) < 0.1
+        poison_steps(inputs, ~mask)
+        marks = {"mask": mask, "reset": reset, "cu_seqlens": cu_seqlens}
+        states = r.normal(size=(batch if cu_seqlens is None else 4, 6, 3)).astype(np.float32)
+        for h0 in (None, states):
+            check_selective(inputs, segments=(1, 7), h0=h0, reverse=reverse, delta_limit=(1e-3, 1.0), **marks)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3])
+def test_selective_sequences_do_not_see_each_other(segments):
+    inputs = layer(1, 30)
+    options = {"cu_seqlens": [2, 9, 9, 20, 26], "segments": segments}
+    clean, last = selective_scan(**inputs, **options)
+    poisoned = np.zeros((1, 30), bool)
+    poisoned[:, [0, 1, *range(9, 20), *range(26, 30)]] = True
+    poison_steps(inputs, poisoned)
+    out, again = selective_scan(**inputs, **options)
+    np.testing.assert_array_equal(np.delete(out, slice(9, 20), axis=1), np.delete(clean, slice(9, 20), axis=1))
+    np.testing.assert_array_equal(np.delete(again, 2, axis=0), np.delete(last, 2, axis=0))
+    assert np.isnan(out[:, 9:20]).all()
+    assert np.isnan(again[2]).all()
+
+
 @pytest.mark.parametrize("segments", [1, 3])
 def test_selective_continues_from_any_step(segments):
     inputs = layer(length=12)
@@ -458,15 +811,22 @@ def test_selective_peak_memory(batch, length, channels, state, segments):
 
 @pytest.mark.parametrize("tile", [1, 5])
 def test_tiles_do_not_change_bits(monkeypatch, tile):
-    inputs = layer(length=70)
-    a, b = gates_and_inputs((3, 70))
-    for segments in SEGMENTS:
-        expected = selective_scan(**inputs, segments=segments)[0], linear_scan(a, b, segments=segments)[0]
-        monkeypatch.setattr(reference, "TILE_STEPS", tile)
-        actual = selective_scan(**inputs, segments=segments)[0], linear_scan(a, b, segments=segments)[0]
-        monkeypatch.undo()
-        for x, y in zip(actual, expected, strict=True):
-            np.testing.assert_array_equal(x, y)
+    inputs = layer(1, 70)
+    a, b = gates_and_inputs((1, 70))
+    mask, reset = rng().random((2, 1, 70)) < 0.5
+    for marks in ({}, {"mask": mask, "reset": reset, "cu_seqlens": [3, 3, 20, 69]}):
+        for segments in SEGMENTS:
+
+            def both(options):
+                return *selective_scan(**inputs, **options), *linear_scan(a, b, **options)
+
+            options = marks | {"segments": segments}
+            expected = both(options)
+            monkeypatch.setattr(reference, "TILE_STEPS", tile)
+            actual = both(options)
+            monkeypatch.undo()
+            for x, y in zip(actual, expected, strict=True):
+                np.testing.assert_array_equal(x, y)
 
 
 def test_rows_do_not_depend_on_each_other():

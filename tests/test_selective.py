@@ -18,7 +18,7 @@ full_on_host = pytest.mark.full_on_host
 # bfloat16 first: the one type of u that the quick tier compiles for the CPU.
 ITEMS = [BF16, *(pytest.param(item, marks=full_on_host) for item in (np.float16, np.float32, np.float64))]
 LAYOUTS = pytest.mark.parametrize("layout", ["bld", "bdl"])
-STATES = [1, 2, 3, 8, 16, 17, 64, 70]
+STATES = [1, 2, 3, 8, 16, 17, 64, 70, *(pytest.param(n, marks=full_on_host) for n in (128, 256, 257))]
 OPTIONS = ("D", "z", "delta_bias", "delta_softplus", "delta_limit", "h0", "reverse")
 
 
@@ -156,6 +156,46 @@ def test_every_ragged_length(executor, layout):
             y, last = one.run(executor, plan, out_dtype=np.float32)
             np.testing.assert_array_equal(y, one.expected.value, err_msg=f"{length} {plan}")
             np.testing.assert_array_equal(last, one.expected.last, err_msg=f"{length} {plan}")
+
+
+@pytest.mark.full
+def test_every_length(executor):
+    channels, state = 3, 4
+    one = Case(1, 1100, channels, state, options=("h0",), exact=True)
+    u, delta, A, B, C = (x.astype(np.float32) for x in one.inputs)
+    h = one.given["h0"][0]
+    states, values = [h], []
+    for t in range(1100):
+        h = np.exp(delta[0, t][:, None] * A) * h + (delta[0, t] * u[0, t])[:, None] * B[0, t]
+        states.append(h)
+        values.append(h @ C[0, t])
+    every = plans(executor, one, chunk=100)
+    for length in (*range(140), *range(140, 1101, 7 if executor.name == "host" else 1)):
+        plan = every[length % len(every)]
+        u, delta, A, B, C = one.inputs
+        cut = [x[:, :length] for x in (u, delta, B, C)]
+        with forced(**plan):
+            y, last = executor(
+                cuscan.selective_scan, cut[0], cut[1], A, *cut[2:],
+                h0=one.given["h0"], return_last_state=True, out_dtype=np.float32,
+            )  # fmt: skip
+        np.testing.assert_array_equal(y[0], np.reshape(values[:length], (length, channels)), err_msg=f"{length} {plan}")
+        np.testing.assert_array_equal(last[0], states[length], err_msg=f"{length} {plan}")
+
+
+@pytest.mark.full_on_host
+@pytest.mark.parametrize("channels", [65_536, 70_001])
+def test_many_channels(executor, channels):
+    # Every channel does the same, so that the oracle does one.
+    one = Case(1, 5, 1, 3, options=("h0",), exact=True)
+    u, delta, A, B, C = one.inputs
+    expected = one.expected
+    y, last = executor(
+        cuscan.selective_scan, np.repeat(u, channels, 2), np.repeat(delta, channels, 2), np.repeat(A, channels, 0),
+        B, C, h0=np.repeat(one.given["h0"], channels, 1), return_last_state=True, out_dtype=np.float32,
+    )  # fmt: skip
+    np.testing.assert_array_equal(y, np.repeat(expected.value, channels, 2))
+    np.testing.assert_array_equal(last, np.repeat(expected.last, channels, 1))
 
 
 def test_chunks_of_every_raggedness(executor):
@@ -574,9 +614,7 @@ def test_peak_of_numpy_is_far_below_all_states():
 # what comes next
 
 
-@pytest.mark.parametrize("name", ["mask", "reset", "cu_seqlens", "return_states"])
-def test_what_is_not_there_yet_is_refused_by_name(executor, name):
+def test_what_is_not_there_yet_is_refused_by_name(executor):
     one = case(1, 3, 2, 2, options=())
-    value = True if name == "return_states" else np.ones((1, 3), bool)
-    with pytest.raises(NotImplementedError, match=name):
-        executor(cuscan.selective_scan, *one.inputs, **{name: value})
+    with pytest.raises(NotImplementedError, match="return_states"):
+        executor(cuscan.selective_scan, *one.inputs, return_states=True)

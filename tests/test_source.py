@@ -1,6 +1,7 @@
 """The generated kernel texts: everything flattened in, every line at its place, few names and each once."""
 
 import re
+import struct
 import subprocess
 import sys
 
@@ -67,7 +68,9 @@ def test_names_are_readable_few_and_mean_one_thing():
     meanings = {}
     for source in SOURCES.values():
         for name in source.names:
-            assert re.fullmatch(r"(linear|selective)_scan_[A-Za-z0-9_]+", name), name
+            assert re.fullmatch(r"((linear|selective)_scan|selective_state_update)_[A-Za-z0-9_]+|step_marks", name), (
+                name
+            )
             # Modules of 16-bit items have kernels of float32 too, for their summaries.
             meaning = source.text[source.text.index(f" {name}(") :].partition("\n}")[0].partition(";")[0]
             assert meanings.setdefault(name, meaning) == meaning
@@ -76,8 +79,8 @@ def test_names_are_readable_few_and_mean_one_thing():
 @pytest.mark.parametrize("name", SOURCES)
 def test_names_are_the_entry_points(name):
     source = SOURCES[name]
-    entry = r'extern "C" __global__ void __launch_bounds__\(\d+(?:, \d+)?\) (\w+)\(const (Linear|Selective)Args args\)'
-    assert tuple(found[0] for found in re.findall(entry, source.text)) == source.names
+    entry = r'extern "C" __global__ void __launch_bounds__\(\d+(?:, \d+)?\) (\w+)\(const \w+Args args\)'
+    assert tuple(re.findall(entry, source.text)) == source.names
     assert len(set(source.names)) == len(source.names)
     assert source.text.count("__global__") == len(source.names)
 
@@ -85,13 +88,18 @@ def test_names_are_the_entry_points(name):
 @pytest.mark.parametrize("name", SOURCES)
 def test_sizes_that_python_counts_on_are_asserted(name):
     tail = SOURCES[name].text.partition('"instantiations"')[2]
-    arguments = "Linear" if name.startswith("linear") else "Selective"
-    size = {"Linear": _source.LINEAR_ARGS, "Selective": _source.SELECTIVE_ARGS}[arguments]
-    assert f"static_assert(sizeof({arguments}Args) == {size}," in tail
+    (arguments,) = set(re.findall(r"\(const (\w+) args\)", tail))
+    size = {
+        "LinearArgs": _source.LINEAR_ARGS,
+        "SelectiveArgs": _source.SELECTIVE_ARGS,
+        "MarkArgs": struct.calcsize(_source.MARK_ARGS),
+        "UpdateArgs": struct.calcsize(_source.UPDATE_ARGS),
+    }[arguments]
+    assert f"static_assert(sizeof({arguments}) == {size}," in tail
     shared = re.findall(r"static_assert\(sizeof\(SelectiveTile<(.+?)>::Shared\) == (\d+),", tail)
     tiles = re.findall(r"selective_scan<SelectiveTile<(.+?)>, \w+>", tail)
     assert sorted(template for template, _ in shared) == sorted(set(tiles))
-    assert len(tiles) == (0 if arguments == "Linear" else len(SOURCES[name].names))
+    assert len(tiles) == (len(SOURCES[name].names) if arguments == "SelectiveArgs" else 0)
 
 
 def test_every_assertion_has_a_sentence():
