@@ -178,8 +178,6 @@ class Call:
             if x is None or is_python_scalar(x):
                 continue
             kinds[name], self._arrays[name] = self._import(name, x)
-            if not self._arrays[name].dtype.isnative:
-                raise TypeError(f"{name} must be of this machine's byte order, got {self._arrays[name].dtype.str}")
         if len(set(kinds.values())) > 1:
             listed = ", ".join(f"{name} is {kind}" for name, kind in kinds.items())
             raise TypeError(f"all arrays must be of one kind, but {listed}; nothing is moved between devices silently")
@@ -190,6 +188,9 @@ class Call:
                 listed = ", ".join(f"{name} on device {d}" for name, d in devices.items())
                 raise ValueError(f"all arrays must be on one device, but {listed}")
             self._device = next(iter(devices.values()))
+        for name, x in self._arrays.items():
+            if not x.dtype.isnative:
+                raise TypeError(f"{name} must be of this machine's byte order, got {x.dtype.str}")
 
     def _import(self, name: str, x: Any) -> tuple[str, Array]:
         module = type(x).__module__.partition(".")[0]

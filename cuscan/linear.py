@@ -106,7 +106,11 @@ def linear_scan(
         raise TypeError(f"b must be an array, got {type(b).__name__}")
     if a is None:
         raise TypeError("a must be an array or a scalar, got None")
-    call = Call(a=a, b=b, h0=h0, out=out, mask=mask, reset=reset, cu_seqlens=cu_seqlens)
+    given = {"out": out, "mask": mask, "reset": reset, "cu_seqlens": cu_seqlens}
+    for name, x in given.items():
+        if _arrays.is_python_scalar(x):
+            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    call = Call(a=a, b=b, h0=h0, **given)
     scalar_h0: complex | None = complex(h0) if _arrays.is_python_scalar(h0) else None
     a_array, b, h0, out = (call.array(name) for name in ("a", "b", "h0", "out"))
     marks = {name: call.array(name) for name in ("mask", "reset", "cu_seqlens")}

@@ -208,7 +208,8 @@ def host_executor(request):
     except host.CompileError as error:
         pytest.skip(str(error))
     full = request.config.getoption("--full")
-    quick = [_source.linear_source(item) for item in ("float32", "bfloat16")]
+    quick = [_source.marks_source()]
+    quick += [_source.linear_source(item, segmented=s) for item in ("float32", "bfloat16") for s in (False, True)]
     quick += [
         _source.selective_source(kind)
         for kind in selective_kinds()

@@ -17,7 +17,7 @@ BF16 = ml_dtypes.bfloat16
 on_host_full = pytest.mark.full_on_host
 DTYPES = [
     np.float32,
-    BF16,
+    pytest.param(BF16, marks=on_host_full),
     *(pytest.param(dtype, marks=on_host_full) for dtype in (np.float16, np.float64, np.complex64, np.complex128)),
 ]
 ACCUMULATION = {np.float16: np.float32, BF16: np.float32}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import cuscan
+from cuscan import _arrays, _compile
 from cuscan._plan import Schedule, forced
 
 SPIN = """
@@ -189,3 +190,45 @@ def test_processes_that_race_on_a_cold_cache(tmp_path):
     for process in processes:
         _, errors = process.communicate()
         assert process.returncode == 0, errors.decode()
+
+
+class FakeCupy:
+    """What CupyPlace asks of CuPy."""
+
+    empty = staticmethod(np.empty)
+
+    def __init__(self):
+        self.cuda = self
+        self.capturing = True
+
+    def get_current_stream(self):
+        return self
+
+    def is_capturing(self):
+        return self.capturing
+
+
+def test_a_workspace_keeps_what_is_allocated_during_a_capture(monkeypatch):
+    monkeypatch.setattr(_compile, "cupy_limits", lambda _: None)
+    monkeypatch.setattr(_compile, "cupy_modules", lambda _: None)
+    cupy, foreign = FakeCupy(), np.zeros(3, np.float32)
+
+    def allocate():
+        place = _arrays.CupyPlace(cupy, 0, (foreign,) if cupy.capturing else ())
+        place.allocate((10,), np.float32)
+        place.done()
+
+    with cuscan.Workspace() as outer:
+        allocate()
+        assert outer.nbytes == 40 + 12
+        with cuscan.Workspace() as inner:
+            allocate()
+        assert (inner.nbytes, outer.nbytes) == (52, 52)
+        cupy.capturing = False
+        allocate()
+        assert outer.nbytes == 52
+    cupy.capturing = True
+    allocate()  # kept by the process
+    assert outer.nbytes == 52
+    outer.release()
+    assert (inner.nbytes, outer.nbytes) == (52, 0)
