@@ -83,8 +83,8 @@ def linear_scan(
     -----
     Accumulation is in float32 for float16, bfloat16 and float32, and in the dtype itself for the others. Scratch is
     two arrays of (rows, chunks) in the accumulation type where the plan cuts time into chunks. With `mask`, `reset`
-    or `cu_seqlens`, 16 bytes more for each 32 of their steps, before they are broadcast, and with `cu_seqlens` 4 bytes
-    a step of `axis`.
+    or `cu_seqlens`, 16 bytes more for each 32 of their steps, before they are broadcast, with `cu_seqlens` 4 bytes a
+    step of `axis`, and where time is cut a byte a (row, chunk) and 16 bytes for each 32 chunks of a row.
 
     Examples
     --------

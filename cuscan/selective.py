@@ -117,7 +117,8 @@ def selective_scan(
     are all float64), and in complex64 with complex A. Scratch: where the plan cuts time into chunks, two arrays
     (batch, chunks, state, channels) in the accumulation type; where the states take several slices, one array of
     u's shape in float32 (float64 for float64). With `mask`, `reset` or `cu_seqlens` 16 bytes more for each 32 of their
-    steps, and with `cu_seqlens` 4 bytes a step.
+    steps, with `cu_seqlens` 4 bytes a step, and where time is cut a byte a (batch, chunk) and 16 bytes for each 32
+    chunks.
 
     Examples
     --------
@@ -236,6 +237,7 @@ def _flags(place: Place, x: Array | None, reverse: bool) -> _launch.Rows | None:
     )
 
 
+@np.errstate(all="ignore")
 def _stateless(x: dict[str, Any], y: Array) -> None:
     """No state or no step, so nothing to launch: y is D u silu(z)."""
     if not y.size:
