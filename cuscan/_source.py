@@ -162,8 +162,10 @@ def selective_source(kind: SelectiveKind) -> KernelSource:
         for summarise in (False, True) if i == 0 else (False,):
             name = selective_name(kind, tile, summarise)
             shared[name] = tile.shared_memory(kind)
+            # With segments half the registers are too few for some compilers and chips.
+            blocks = 1 if kind.segmented else tile.blocks
             entries[name] = (
-                f'extern "C" __global__ void __launch_bounds__({tile.threads}, {tile.blocks}) '
+                f'extern "C" __global__ void __launch_bounds__({tile.threads}, {blocks}) '
                 f"{name}(const SelectiveArgs args) {{\n"
                 f"  extern __shared__ __align__(16) unsigned char memory[];\n"
                 f"  selective_scan<SelectiveTile<{template}>, {_flags(summarise)}>(args, memory);\n}}"
