@@ -1,6 +1,5 @@
 // The one argument of every linear_scan kernel. _launch.py packs the same fields in the same order.
 #pragma once
-#include "step_marks.cuh"
 
 constexpr int kRowDims = 6;  // row axes after neighbours that can be one are merged; the last varies fastest
 

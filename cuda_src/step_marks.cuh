@@ -29,6 +29,8 @@ __device__ __forceinline__ StepMarks marks_from(StepMarks word, const StepMarks*
   return {(word.masked >> shift | upper.masked) & keep, (word.resets >> shift | upper.resets) & keep,
           (word.starts >> shift | upper.starts) & keep, (word.ends >> shift | upper.ends) & keep};
 }
+
+// The same, with the word loaded here.
 __device__ __forceinline__ StepMarks marks_of(const StepMarks* row, long long position, int steps) {
   if (steps <= 0) return {0, 0, 0, 0};
   return marks_from(row[position / kMarkSteps], row, position, steps);

@@ -351,8 +351,7 @@ def check_out(out: Array, shape: tuple[int, ...], inputs: dict[str, Array], may_
         raise ValueError(f"out must have the result's shape {shape}, got {tuple(out.shape)}")
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError("out must be writable, got a read-only array")
-    if out.size and any(stride == 0 and size > 1 for stride, size in zip(out.strides, out.shape, strict=True)):
-        raise ValueError(f"out must have a place for each item, got a broadcast view with strides {out.strides}")
+    check_places("out", out)
     for name, x in inputs.items():
         same = (
             name in may_be
@@ -364,6 +363,12 @@ def check_out(out: Array, shape: tuple[int, ...], inputs: dict[str, Array], may_
         if not same and _overlap(x, out):
             exactly = f"; it may only be exactly {' or '.join(may_be)}" if may_be else ""
             raise ValueError(f"out overlaps {name} in memory{exactly}")
+
+
+def check_places(name: str, x: Array) -> None:
+    """What is written to has a place for each item."""
+    if x.size and 0 in _used_strides(x):
+        raise ValueError(f"{name} must have a place for each item, got a broadcast view with strides {x.strides}")
 
 
 def _address(x: Array) -> int:

@@ -200,9 +200,7 @@ def _check_state(state: Array, *, read_only: bool) -> None:
             "state is changed in place and must be writable, got a read-only array; interop.jax.selective_state_update "
             "returns the new state beside y"
         )
-    axes = zip(state.strides, state.shape, strict=True)
-    if state.size and any(stride == 0 and size > 1 for stride, size in axes):
-        raise ValueError(f"state must have a place for each item, got a broadcast view with strides {state.strides}")
+    _arrays.check_places("state", state)
 
 
 def _check_slots(indices: Array, slots: int) -> None:
