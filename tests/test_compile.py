@@ -42,8 +42,8 @@ def check(reports, frame):
             where = f"{kernel} by {library} for sm_{architecture}: {used}"
             assert used.frame <= frame, where
             assert used.spills == 0 or frame, where
-            bounds = re.search(rf"__launch_bounds__\((\d+), (\d+)\) {kernel}\(", source.text)
-            threads, blocks = map(int, bounds.groups())
+            bounds = re.search(rf"__launch_bounds__\((\d+)(?:, (\d+))?\) {kernel}\(", source.text)
+            threads, blocks = (int(bound or 1) for bound in bounds.groups())
             assert used.registers * threads * blocks <= 65536, where
             dynamic = source.dynamic_shared.get(kernel, 0)
             assert (dynamic > 0) == kernel.startswith("selective_scan"), where
