@@ -5,7 +5,7 @@
 #pragma once
 #include "item_types.cuh"
 
-constexpr double kLog2E = 1.4426950408889634;
+constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
 
 // 2^x; float32: 2^-22.5 (the chip's ex2), results below 2^-126 are 0.
 __device__ __forceinline__ float exp2_of(float x) {
@@ -112,6 +112,20 @@ __device__ __forceinline__ R silu(R x) {
   return x * (x < R(0) ? e : R(1)) * reciprocal(R(1) + e);
 }
 
+// The slopes of softplus and silu: sigmoid(x), and sigmoid(x) (1 + x sigmoid(-x)).
+template <class R>
+__device__ __forceinline__ R sigmoid(R x) {
+  R e = exp_of_minus(x);
+  return (x < R(0) ? e : R(1)) * reciprocal(R(1) + e);
+}
+template <class R>
+__device__ __forceinline__ R silu_slope(R x) {
+  R e = exp_of_minus(x);
+  R share = reciprocal(R(1) + e);
+  R rises = (x < R(0) ? e : R(1)) * share, falls = (x < R(0) ? R(1) : e) * share;
+  return multiply_add(x * falls, rises, rises);
+}
+
 // NaN stays NaN: a comparison with NaN is false on both sides.
 template <class R>
 __device__ __forceinline__ R clip(R x, R lowest, R highest) {
@@ -158,6 +172,18 @@ __device__ __forceinline__ complex<float> unit_at_angle(float x) {
 __device__ __forceinline__ float scale_rate(float A) { return A * (float)kLog2E; }
 __device__ __forceinline__ double scale_rate(double A) { return A * kLog2E; }
 __device__ __forceinline__ complex<float> scale_rate(complex<float> A) { return {A.re * (float)kLog2E, A.im}; }
+
+// sum + the gradient of delta from that of the exponent delta * A, where a scaled real rate leaves out rate_unit.
+template <class R>
+__device__ __forceinline__ R multiply_rate(R scaled_rate, R gradient, R sum) {
+  return multiply_add(scaled_rate, gradient, sum);
+}
+__device__ __forceinline__ float multiply_rate(complex<float> scaled_rate, complex<float> gradient, float sum) {
+  return fmaf(scaled_rate.re * (float)kLn2, gradient.re, fmaf(scaled_rate.im, gradient.im, sum));
+}
+__device__ __forceinline__ float rate_unit(float) { return (float)kLn2; }
+__device__ __forceinline__ double rate_unit(double) { return kLn2; }
+__device__ __forceinline__ float rate_unit(complex<float>) { return 1.0f; }
 
 template <class R>
 __device__ __forceinline__ R gate_of(R delta, R scaled_rate) {

@@ -172,6 +172,23 @@ __device__ __forceinline__ complex<R> multiply(R x, complex<R> y) {
   return {x * y.re, x * y.im};
 }
 
+template <class R>
+__device__ __forceinline__ R add(R x, R y) {
+  return x + y;
+}
+template <class R>
+__device__ __forceinline__ complex<R> add(complex<R> x, complex<R> y) {
+  return {x.re + y.re, x.im + y.im};
+}
+template <class R>
+__device__ __forceinline__ R conjugate(R x) {
+  return x;
+}
+template <class R>
+__device__ __forceinline__ complex<R> conjugate(complex<R> x) {
+  return {x.re, -x.im};
+}
+
 template <class S>
 struct Scalar {
   static __device__ __forceinline__ S zero() { return S(0); }

@@ -23,67 +23,7 @@
 //
 // Position counts steps in the direction of the scan: in reverse the arrays come with their last step first and a
 // negative stride.
-#include "linear_args.cuh"
-#include "operators.cuh"
-#include "step_marks.cuh"
-#include "tile_io.cuh"
-#include "warp_scan.cuh"
-
-constexpr int kMostWarps = 8;  // warps a block
-
-// Quotient, and the remainder in `rest`. 64-bit division is a subroutine of a hundred instructions.
-__device__ __forceinline__ long long divide(long long x, long long y, long long& rest) {
-  if ((x | y) >> 32) {
-    const long long quotient = x / y;
-    rest = x - quotient * y;
-    return quotient;
-  }
-  const unsigned quotient = (unsigned)x / (unsigned)y;
-  rest = (unsigned)x - quotient * (unsigned)y;
-  return quotient;
-}
-
-template <class S, bool kSegmented>
-struct MapOf {
-  using type = Affine<S>;
-};
-template <class S>
-struct MapOf<S, true> {
-  using type = Segmented<S>;
-};
-
-// One row of every array, at position 0.
-struct LinearRow {
-  const char *gate, *input, *initial;
-  char *output, *last;
-  const char* marks;
-};
-
-__device__ __forceinline__ LinearRow locate_row(const LinearArgs& args, long long row) {
-  LinearRow at = {args.gate.start,   args.input.start, args.initial.start,
-                  args.output.start, args.last.start,  args.marks.start};
-#pragma unroll 1
-  for (int d = args.row_dims - 1; d >= 0; --d) {
-    long long i = row;
-    row = d > 0 ? divide(row, args.row_size[d], i) : 0;
-    at.gate += i * args.gate.row[d];
-    at.input += i * args.input.row[d];
-    at.initial += i * args.initial.row[d];
-    at.output += i * args.output.row[d];
-    at.last += i * args.last.row[d];
-    at.marks += i * args.marks.row[d];
-  }
-  return at;
-}
-
-__device__ __forceinline__ float constant_gate(const LinearArgs& args, float) { return args.gate32[0]; }
-__device__ __forceinline__ double constant_gate(const LinearArgs& args, double) { return args.gate64[0]; }
-__device__ __forceinline__ complex<float> constant_gate(const LinearArgs& args, complex<float>) {
-  return {args.gate32[0], args.gate32[1]};
-}
-__device__ __forceinline__ complex<double> constant_gate(const LinearArgs& args, complex<double>) {
-  return {args.gate64[0], args.gate64[1]};
-}
+#include "linear_tile.cuh"
 
 // The one place where a step is formed. One that does not exist (the tail of a tile) or is masked is the identity, by
 // selection: whatever was read for it does not enter.
@@ -92,69 +32,6 @@ __device__ __forceinline__ Affine<S> make_step(const LinearArgs& args, T gate, T
   Affine<S> step = {args.gate.start ? S(widen(gate)) : constant_gate(args, S()), widen(input)};
   return counts ? step : Affine<S>::identity();
 }
-
-// What enters the packed sequence that starts at a position, and where what leaves one goes.
-template <class S>
-__device__ __forceinline__ S sequence_initial(const LinearArgs& args, const LinearRow& at, long long position) {
-  return load_item<S>(at.initial + args.ids[position] * args.initial.time);
-}
-template <class S>
-__device__ __forceinline__ void store_sequence_last(const LinearArgs& args, const LinearRow& at, long long position,
-                                                    S state) {
-  *reinterpret_cast<S*>(at.last + args.ids[position] * args.last.time) = state;
-}
-
-// The state that enters a chunk: h0 before the first one, what its predecessor leaves before another. Without h0 the
-// first state is the first input as it is: its gate counts as 0, whatever it holds, and -0 changes no input's bits.
-template <class S, bool kSegmented>
-__device__ __forceinline__ S entering_state(const LinearArgs& args, const LinearRow& at, long long row,
-                                            long long chunk) {
-  if (chunk > 0)
-    return reinterpret_cast<const S*>(args.summary_input)[row * args.summary_row + (chunk - 1) * args.summary_chunk];
-  // The states that enter packed sequences do so where they start.
-  return args.initial.start && !(kSegmented && args.ids) ? load_item<S>(at.initial) : Scalar<S>::negative_zero();
-}
-
-template <class S>
-__device__ __forceinline__ void store_summary(const LinearArgs& args, long long row, long long chunk, Affine<S> map) {
-  long long i = row * args.summary_row + chunk * args.summary_chunk;
-  reinterpret_cast<S*>(args.summary_gate)[i] = map.gate;
-  reinterpret_cast<S*>(args.summary_input)[i] = map.input;
-}
-template <class S>
-__device__ __forceinline__ void store_summary(const LinearArgs& args, long long row, long long chunk,
-                                              Segmented<S> map) {
-  store_summary(args, row, chunk, Affine<S>{map.gate, map.input});
-  args.summary_resets[row * args.summary_row + chunk * args.summary_chunk] = map.resets;
-}
-
-// What goes from tile to tile: the state that enters the next one or, with kSummarise, the map of those so far.
-template <class Map, bool kSummarise>
-struct Carry {
-  using S = typename Map::State;
-  S state = Scalar<S>::zero();
-  Map map = Map::identity();
-  bool empty = true;  // no part yet, and no map
-
-  // Takes in the next part of the row.
-  __device__ __forceinline__ void add(Map part) {
-    if (kSummarise) {
-      map = empty ? part : combine(map, part);
-      empty = false;
-    } else {
-      state = apply(part, state);
-    }
-  }
-  // Takes in the parts of a tile, `stride` maps apart, and returns the state that enters the one of `warp_in_row`.
-  __device__ __forceinline__ S add_all(const Map* parts, int stride, int row_warps, int warp_in_row) {
-    S entering = state;
-    for (int w = 0; w < row_warps; ++w) {
-      if (w == warp_in_row) entering = state;
-      add(parts[w * stride]);
-    }
-    return entering;
-  }
-};
 
 // --- rows ----------------------------------------------------------------------------------------------------
 
@@ -294,68 +171,6 @@ __device__ __forceinline__ void linear_rows(const LinearArgs& args) {
 
 // --- time ----------------------------------------------------------------------------------------------------
 
-// A thread's packs in a tile. Warp w of a slot owns the packs [w * kRounds * 32, (w + 1) * kRounds * 32), round r of
-// them the r-th 32, lane i the i-th. The order of association: a pack by its thread, packs by Hillis-Steele, rounds,
-// warps, tiles.
-template <class T>
-struct Packs {
-  static constexpr int kItems = Pack<T>::kItems;
-  static constexpr int kRounds = kItems == 4 ? 4 : 2;
-  static constexpr int kApart = 32 * kItems;  // steps from one of a thread's packs to its next
-  Pack<T> pack[kRounds];
-
-  // Starts loading the packs whose first step is `first` bytes from the row's start and whose steps below `left` exist.
-  __device__ __forceinline__ void start(const LinearArray& array, const char* at, int left) {
-    if (array.packs && left >= kRounds * kApart) {
-      if (array.time < 0) at += (kItems - 1) * array.time;  // the lowest item of a pack
-#pragma unroll
-      for (int r = 0; r < kRounds; ++r) pack[r] = load_item<Pack<T>>(at + r * kApart * array.time);
-    } else {
-#pragma unroll
-      for (int r = 0; r < kRounds; ++r)
-#pragma unroll
-        for (int v = 0; v < kItems; ++v)
-          if (r * kApart + v < left) pack[r].item[v] = load_item<T>(at + (r * kApart + v) * array.time);
-    }
-  }
-  // The end of the loads: brings the items into the order of the scan.
-  __device__ __forceinline__ void settle(const LinearArray& array, int left) {
-    if (array.packs && left >= kRounds * kApart && array.time < 0) {
-#pragma unroll
-      for (int r = 0; r < kRounds; ++r)
-#pragma unroll
-        for (int v = 0; v < kItems / 2; ++v) {
-          const T low = pack[r].item[v];
-          pack[r].item[v] = pack[r].item[kItems - 1 - v];
-          pack[r].item[kItems - 1 - v] = low;
-        }
-    }
-  }
-};
-
-template <class T, class S>
-__device__ __forceinline__ void store_states(const LinearArgs& args, char* to, int left,
-                                             const S (&state)[Packs<T>::kRounds][Pack<T>::kItems]) {
-  constexpr int kItems = Pack<T>::kItems, kApart = Packs<T>::kApart, kRounds = Packs<T>::kRounds;
-  if (args.output.packs && left >= kRounds * kApart) {
-    const bool down = args.output.time < 0;
-    if (down) to += (kItems - 1) * args.output.time;
-#pragma unroll
-    for (int r = 0; r < kRounds; ++r) {
-      Pack<T> pack;
-#pragma unroll
-      for (int v = 0; v < kItems; ++v) narrow(down ? state[r][kItems - 1 - v] : state[r][v], pack.item[v]);
-      *reinterpret_cast<Pack<T>*>(to + r * kApart * args.output.time) = pack;
-    }
-  } else {
-#pragma unroll
-    for (int r = 0; r < kRounds; ++r)
-#pragma unroll
-      for (int v = 0; v < kItems; ++v)
-        if (r * kApart + v < left) store_as(to + (r * kApart + v) * args.output.time, args.output_code, state[r][v]);
-  }
-}
-
 template <class T, bool kSummarise, bool kSegmented>
 __device__ __forceinline__ void linear_time(const LinearArgs& args) {
   using S = typename Accumulated<T>::type;
@@ -437,7 +252,7 @@ __device__ __forceinline__ void linear_time(const LinearArgs& args) {
         }
         const Map inclusive = warp_inclusive_scan(own, lane);
         before[r] = from_lane_below(inclusive, 1);
-        total[r] = from_last_lane(inclusive);
+        total[r] = from_lane(inclusive, 31);
         warp_map = r == 0 ? total[r] : combine(warp_map, total[r]);
       }
       S entering = carry.state;
@@ -457,7 +272,7 @@ __device__ __forceinline__ void linear_time(const LinearArgs& args) {
         for (int v = 0; v < kItems; ++v) state[r][v] = running = apply(map_of(r, v), running);
         entering = apply(total[r], entering);
       }
-      store_states<T>(args, at.output + position * args.output.time, left, state);
+      store_packs<T>(args.output, args.output_code, at.output + position * args.output.time, left, state);
       if (args.last.start && !(kSegmented && args.ids) && end == args.length && base + tile >= end) {
 #pragma unroll
         for (int r = 0; r < kRounds; ++r)

@@ -20,10 +20,13 @@ struct CoupleArray {
   int wide, vector, code;
 };
 
+constexpr int kStateInterval = 32;  // steps from one saved state to the next
+
 struct SelectiveArgs {
   SequenceArray u, delta, z, output, partial_sum;
   CoupleArray B, C;
   char *A, *D, *delta_bias, *initial, *last;  // may be null, but for A
+  char* states;                               // (batch, intervals, channels, state), may be null
   long long A_channel, A_state, D_channel, bias_channel;
   long long initial_batch, initial_channel, initial_state;
   char* seed;                          // (batch, chunks, state, channels): entry c is the state that leaves chunk c

@@ -23,6 +23,8 @@
 // buffer that compute does not read, compute writes the sums that finish does not read. Half of the warps compute
 // first and the other half last, so that the exponentials of one half overlap with the loads and stores of the other.
 //
+// Every kStateInterval positions the state that enters is saved where it is wanted; chunks are whole intervals then.
+//
 // Where a row is cut into chunks (split), the kernel run with kSummarise leaves each chunk's map: the gates' product,
 // from one exponential of A times the sum of delta, and the state that the chunk reaches from zero. A linear_scan over
 // them makes seed[c] the state that leaves chunk c.
@@ -240,6 +242,13 @@ __device__ __forceinline__ void selective_scan(const SelectiveArgs& args, unsign
                 args.sequence_last)[(sequence(time) * args.channels + my_channel) * args.state + my_state + n] =
                 mine.h[n];
       };
+      if (!kSummarise && args.states && tile % (kStateInterval / Tile::kSteps) == 0) {
+        if (Tile::kSegmented && (marks.resets | marks.starts) & 1) enter(0);
+        const long long intervals = (args.length + kStateInterval - 1) / kStateInterval;
+        const long long row = at.batch * intervals + at.begin / kStateInterval + tile / (kStateInterval / Tile::kSteps);
+        S* to = reinterpret_cast<S*>(args.states) + (row * args.channels + my_channel) * args.state + my_state;
+        if (my_states > 0) write_row(to, mine.h);
+      }
       if (Tile::kSegmented && marks.resets | marks.starts | marks.ends) {
         resets |= (marks.resets | marks.starts) != 0;
         mine.template run<true>(shared, channel, group, tile % 2, marks, enter, leave);
@@ -260,7 +269,8 @@ __device__ __forceinline__ void selective_scan(const SelectiveArgs& args, unsign
       constexpr bool kPlain = decltype(is_plain)::value;
       const StepMarks marks = marks_of(tile);
       commit_sequence<kPlain, Tile>(args, shared, tile % 2, u, delta, exist(masks, tile),
-                                    tile == tiles - 1 ? ragged_steps : Tile::kSteps, marks);
+                                    tile == tiles - 1 ? ragged_steps : Tile::kSteps,
+                                    tile == 0 && at.chunk == 0 && !args.initial && !args.sequence_initial, marks);
       if constexpr (Tile::kTimeB)
         commit_couple<kPlain, Tile>(args.B, B, shared.raw_B, exist(couple_masks, tile), marks.masked,
                                     shared.B[tile % 2]);

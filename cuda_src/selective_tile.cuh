@@ -66,11 +66,18 @@ struct PairStream {
 
   // `corner`: the block's item at the first step of its first tile, and place 0.
   __device__ __forceinline__ PairStream(char* corner, long long time_step, long long place_step, bool vector)
-      : at(corner + Grid::time(0) * time_step + Grid::place(0) * place_step),
+      : PairStream(first(corner, time_step, place_step, vector), time_step, place_step) {}
+  // `at`: this thread's first item.
+  __device__ __forceinline__ PairStream(char* at, long long time_step, long long place_step)
+      : at(at),
         hop(Grid::kHop * (Grid::kAlongTime ? place_step : time_step)),
         next(Grid::kAlongTime ? time_step : place_step),
-        tile_step(Grid::kSteps * time_step) {
-    if (vector && next < 0) at += next;
+        tile_step(Grid::kSteps * time_step) {}
+
+  static __device__ __forceinline__ char* first(char* corner, long long time_step, long long place_step, bool vector) {
+    char* at = corner + Grid::time(0) * time_step + Grid::place(0) * place_step;
+    const long long next = Grid::kAlongTime ? time_step : place_step;
+    return vector && next < 0 ? at + next : at;
   }
 
   template <bool kPlain>
@@ -181,15 +188,23 @@ __device__ __forceinline__ typename Tile::CoupleStream stream_of(const CoupleArr
           array.time, array.state, (bool)array.vector};
 }
 
-__device__ __forceinline__ float limit(const SelectiveArgs& args, int i, float) { return args.limits32[i]; }
-__device__ __forceinline__ double limit(const SelectiveArgs& args, int i, double) { return args.limits64[i]; }
+template <class Args>
+__device__ __forceinline__ float limit(const Args& args, int i, float) {
+  return args.limits32[i];
+}
+template <class Args>
+__device__ __forceinline__ double limit(const Args& args, int i, double) {
+  return args.limits64[i];
+}
 
 // Brings a tile of u and delta into shared memory as (delta, delta * u). Steps from `steps` on do not exist. Those and
-// masked ones have gate 1 and input 0; one that resets has gate 1, of a state that is made 0.
+// masked ones have gate 1 and input 0; one that resets has gate 1, of a state that is made 0, and so has the first step
+// where `nothing_enters`: an infinite gate would make NaN of it.
 template <bool kPlain, class Tile>
 __device__ __forceinline__ void commit_sequence(const SelectiveArgs& args, typename Tile::Shared& shared, int buffer,
                                                 const typename Tile::Stream& u, const typename Tile::Stream& delta,
-                                                unsigned exists, int steps, const StepMarks& marks) {
+                                                unsigned exists, int steps, bool nothing_enters,
+                                                const StepMarks& marks) {
   using Grid = typename Tile::Grid;
   using R = typename Tile::R;
   R d_u[Grid::kItems], d[Grid::kItems];
@@ -209,8 +224,10 @@ __device__ __forceinline__ void commit_sequence(const SelectiveArgs& args, typen
   for (int i = 0; i < Grid::kItems; ++i) d_u[i] = d[i] * d_u[i];
   if (!kPlain) {
 #pragma unroll
-    for (int i = 0; i < Grid::kItems; ++i)
+    for (int i = 0; i < Grid::kItems; ++i) {
       if (Grid::time(i) >= steps) d[i] = d_u[i] = R(0);
+      if (nothing_enters && Grid::time(i) == 0) d[i] = R(0);
+    }
   }
   if (Tile::kSegmented && marks.masked | marks.resets) {
 #pragma unroll

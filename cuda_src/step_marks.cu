@@ -40,8 +40,9 @@ __device__ __forceinline__ void mark_sequences(const MarkArgs& args, StepMarks& 
     const bool inside = id >= 0 && time < offset_of(args, id + 1);
     if (inside) {
       const bool lowest = time == offset_of(args, id), highest = time + 1 == offset_of(args, id + 1);
-      if ((args.reverse ? highest : lowest) && args.starts_empty) marks.resets |= bit;
-      if ((args.reverse ? highest : lowest) && !(marks.resets & bit)) marks.starts |= bit;
+      const bool begins = args.reverse ? highest : lowest;
+      if (begins && args.starts == kEmpty) marks.resets |= bit;
+      if (begins && (!(marks.resets & bit) || args.starts == kAlwaysMarked)) marks.starts |= bit;
       if (args.reverse ? lowest : highest) marks.ends |= bit;
     } else {
       marks.masked |= bit;
@@ -71,7 +72,7 @@ __device__ __forceinline__ void make_marks(const MarkArgs& args) {
     }
     if (args.offsets)
       mark_sequences(args, marks, first, steps, args.ids && row == 0);
-    else if (first == 0 && args.starts_empty)
+    else if (first == 0 && args.starts == kEmpty)
       marks.resets |= 1;
     args.marks[row * words + first / kMarkSteps] = marks;
   }

@@ -8,7 +8,7 @@ constexpr int kMarkSteps = 32;  // steps a word
 struct alignas(16) StepMarks {
   unsigned masked;  // the state stays as it is, whatever the inputs hold
   unsigned resets;  // what enters is zero
-  unsigned starts;  // what enters is the h0 of a packed sequence; not where `resets`
+  unsigned starts;  // what enters is the h0 of a packed sequence; not where `resets`, but see Starts
   unsigned ends;    // what leaves is the last state of a packed sequence
 };
 

@@ -11,6 +11,10 @@ struct FlagArray {
   long long row[kMarkRowDims];
 };
 
+// How a row or sequence starts: from its h0; without one, like a reset; or from it, with `starts` also where it resets,
+// for the gradient of h0 is 0 there.
+enum Starts { kFromState = 0, kEmpty = 1, kAlwaysMarked = 2 };
+
 struct MarkArgs {
   FlagArray mask, reset;
   const char* offsets;  // of the sequences along time, one more than there are; may be null
@@ -19,5 +23,5 @@ struct MarkArgs {
   StepMarks* marks;  // (rows, words)
   int* ids;          // (length,): the sequence of each position inside one; may be null
   int row_dims, wide_offsets, reverse;
-  int starts_empty;  // no h0: a row or sequence starts like a reset
+  int starts;  // Starts
 };

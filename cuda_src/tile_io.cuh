@@ -105,13 +105,21 @@ __device__ __forceinline__ void store_pairs(char* at, long long hop, long long n
   }
 }
 
-// N items of shared memory, N a power of two, in the widest reads there are.
+// N items, N a power of two and their address a multiple of it, in the widest accesses there are.
+template <class S, int N>
+struct alignas(sizeof(S) * N < 16 ? sizeof(S) * N : 16) Row {
+  S item[N];
+};
 template <class S, int N>
 __device__ __forceinline__ void read_row(S (&to)[N], const S* from) {
-  struct alignas(sizeof(S) * N < 16 ? sizeof(S) * N : 16) Row {
-    S item[N];
-  };
-  Row row = *reinterpret_cast<const Row*>(from);
+  const Row<S, N> row = *reinterpret_cast<const Row<S, N>*>(from);
 #pragma unroll
   for (int n = 0; n < N; ++n) to[n] = row.item[n];
+}
+template <class S, int N>
+__device__ __forceinline__ void write_row(S* to, const S (&from)[N]) {
+  Row<S, N> row;
+#pragma unroll
+  for (int n = 0; n < N; ++n) row.item[n] = from[n];
+  *reinterpret_cast<Row<S, N>*>(to) = row;
 }

@@ -30,20 +30,28 @@ __device__ __forceinline__ Segmented<S> from_lane_below(Segmented<S> x, int dist
   return {from_lane_below(x.gate, distance), from_lane_below(x.input, distance), from_lane_below(x.resets, distance)};
 }
 
-__device__ __forceinline__ unsigned from_last_lane(unsigned x) { return __shfl_sync(kFullMask, x, 31); }
-__device__ __forceinline__ float from_last_lane(float x) { return __shfl_sync(kFullMask, x, 31); }
-__device__ __forceinline__ double from_last_lane(double x) { return __shfl_sync(kFullMask, x, 31); }
+__device__ __forceinline__ unsigned from_lane(unsigned x, int lane) { return __shfl_sync(kFullMask, x, lane); }
+__device__ __forceinline__ float from_lane(float x, int lane) { return __shfl_sync(kFullMask, x, lane); }
+__device__ __forceinline__ double from_lane(double x, int lane) { return __shfl_sync(kFullMask, x, lane); }
 template <class R>
-__device__ __forceinline__ complex<R> from_last_lane(complex<R> x) {
-  return {from_last_lane(x.re), from_last_lane(x.im)};
+__device__ __forceinline__ complex<R> from_lane(complex<R> x, int lane) {
+  return {from_lane(x.re, lane), from_lane(x.im, lane)};
 }
 template <class S>
-__device__ __forceinline__ Affine<S> from_last_lane(Affine<S> x) {
-  return {from_last_lane(x.gate), from_last_lane(x.input)};
+__device__ __forceinline__ Affine<S> from_lane(Affine<S> x, int lane) {
+  return {from_lane(x.gate, lane), from_lane(x.input, lane)};
 }
 template <class S>
-__device__ __forceinline__ Segmented<S> from_last_lane(Segmented<S> x) {
-  return {from_last_lane(x.gate), from_last_lane(x.input), from_last_lane(x.resets)};
+__device__ __forceinline__ Segmented<S> from_lane(Segmented<S> x, int lane) {
+  return {from_lane(x.gate, lane), from_lane(x.input, lane), from_lane(x.resets, lane)};
+}
+
+// The sum over the lanes, in all of them and with the same bits.
+template <class S>
+__device__ __forceinline__ S warp_sum(S x, int lane) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x = add(x, from_lane(x, lane ^ distance));
+  return x;
 }
 
 // Lane i gets the fold of lanes 0 to i, in their order.

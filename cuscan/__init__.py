@@ -7,9 +7,15 @@ this package imports NumPy alone.
 
 from . import ssm
 from ._arrays import Workspace
+from ._plan import STATE_INTERVAL
 from .linear import linear_scan
+from .linear_vjp import LinearGradients, linear_scan_vjp
 from .selective import selective_scan
+from .selective_vjp import SelectiveGradients, selective_scan_vjp
 from .state_update import selective_state_update
 
 __version__ = "0.1.0"
-__all__ = ["Workspace", "linear_scan", "selective_scan", "selective_state_update", "ssm"]
+__all__ = [
+    "STATE_INTERVAL", "LinearGradients", "SelectiveGradients", "Workspace", "linear_scan", "linear_scan_vjp",
+    "selective_scan", "selective_scan_vjp", "selective_state_update", "ssm",
+]  # fmt: skip

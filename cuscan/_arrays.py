@@ -14,10 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, Token
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from . import _compile
 from ._plan import DeviceLimits
 
 Array = Any  # a NumPy or CuPy array; the two share every attribute used here
@@ -45,7 +47,12 @@ def accumulation(item: str) -> str:
 
 def is_python_scalar(x: object) -> bool:
     """Python and NumPy scalars, which take the type of the arrays beside them."""
-    return isinstance(x, (numbers.Number, np.generic)) and not isinstance(x, (bool, np.bool_))
+    return _is_scalar_type(type(x))  # type: ignore[arg-type] # mypy takes types for unhashable
+
+
+@cache
+def _is_scalar_type(kind: type) -> bool:
+    return issubclass(kind, (numbers.Number, np.generic)) and not issubclass(kind, (bool, np.bool_))
 
 
 # --- Place -------------------------------------------------------------------------------------------------------
@@ -62,10 +69,16 @@ class Place(Protocol):
     """One device and stream with one allocator: where a call works."""
 
     modules: Modules
-    limits: DeviceLimits
+
+    @property
+    def limits(self) -> DeviceLimits:
+        """What plans are made for."""
 
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """An uninitialised C-contiguous array."""
+
+    def assign(self, to: Array, value: Array | complex) -> None:
+        """Copy items, or set them to a number."""
 
     def keep(self, *arrays: Array) -> None:
         """The inputs of a call, before its launches."""
@@ -127,19 +140,24 @@ class CupyPlace:
     _held: ClassVar[deque[tuple[Any, tuple[Array, ...]]]] = deque()
 
     def __init__(self, cupy: Any, device: int, foreign: tuple[Array, ...]) -> None:
-        from ._compile import cupy_limits, cupy_modules
-
         self._cupy = cupy
+        self._device = device
         self._foreign = foreign
         self._captured = _workspace.get() if cupy.cuda.get_current_stream().is_capturing() else None
-        self.limits: DeviceLimits = cupy_limits(device)
-        self.modules: Modules = cupy_modules(device)
+        self.modules: Modules = _compile.cupy_modules(device)
+
+    @property
+    def limits(self) -> DeviceLimits:
+        return _compile.cupy_limits(self._device)
 
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> Array:
         array = self._cupy.empty(shape, dtype)
         if self._captured is not None:
             self._captured.keep(array)
         return array
+
+    def assign(self, to: Array, value: Array | complex) -> None:
+        assign(to, value)
 
     def keep(self, *arrays: Array) -> None:
         pass
@@ -160,6 +178,14 @@ class CupyPlace:
 
 # Set while NumPy arrays are to run the kernels on the CPU executor instead of reference.py.
 host_place: ContextVar[Callable[[], Place] | None] = ContextVar("host_place", default=None)
+
+
+class ForeignError(TypeError):
+    """An array of a framework that has gradients of its own, which would be lost silently."""
+
+    def __init__(self, name: str, x: object, framework: str) -> None:
+        super().__init__(f"{name} is a {type(x).__module__}.{type(x).__name__}, which cuscan.interop.{framework} takes")
+        self.framework = framework
 
 
 class Call:
@@ -199,10 +225,7 @@ class Call:
         if module == "cupy" and hasattr(x, "data"):
             return "CuPy", x
         if module in ("torch", "jax", "jaxlib"):
-            raise TypeError(
-                f"{name} is a {type(x).__module__}.{type(x).__name__}: gradients would be lost silently, so these are "
-                f"not taken directly yet; pass cupy.from_dlpack(...) or numpy.from_dlpack(...) of it"
-            )
+            raise ForeignError(name, x, module.removesuffix("lib"))
         if hasattr(x, "__cuda_array_interface__"):
             return "CuPy", self._adopt(_cupy(f"{name} is on a GPU").asarray(x))
         if hasattr(x, "__dlpack__"):
@@ -320,7 +343,7 @@ def check_offsets(cu_seqlens: Array, length: int) -> None:
         raise ValueError(f"cu_seqlens must not descend, got {values[i + 1]} at {i + 1} after {values[i]}")
 
 
-def output_item(item: str, out_dtype: Any, out: Array | None) -> np.dtype[Any]:
+def output_item(item: str, out_dtype: Any, out: Array | None, argument: str = "out_dtype") -> np.dtype[Any]:
     """Dtype of the result: out_dtype, else out's, else the input's, never a change between real and complex."""
     allowed = COMPLEX if item in COMPLEX else REAL
     if out_dtype is None:
@@ -330,7 +353,7 @@ def output_item(item: str, out_dtype: Any, out: Array | None) -> np.dtype[Any]:
         return _dtype(item)
     name = out_dtype if isinstance(out_dtype, str) else np.dtype(out_dtype).name
     if name not in allowed:
-        raise TypeError(f"out_dtype must be {_either(allowed)} for inputs of {item}, got {name}")
+        raise TypeError(f"{argument} must be {_either(allowed)} for inputs of {item}, got {name}")
     if out is not None and item_name(out) != name:
         raise TypeError(f"out must have out_dtype's {name}, got {item_name(out)}")
     return _dtype(name)
@@ -345,24 +368,13 @@ def _dtype(name: str) -> np.dtype[Any]:
     return bfloat16
 
 
-def check_out(out: Array, shape: tuple[int, ...], inputs: dict[str, Array], may_be: Sequence[str] = ()) -> None:
-    """Out is writable, of this shape, and overlaps no input except by being exactly one of `may_be`."""
+def check_out(out: Array, shape: tuple[int, ...]) -> None:
+    """Out is writable and of this shape."""
     if tuple(out.shape) != shape:
         raise ValueError(f"out must have the result's shape {shape}, got {tuple(out.shape)}")
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError("out must be writable, got a read-only array")
     check_places("out", out)
-    for name, x in inputs.items():
-        same = (
-            name in may_be
-            and _address(x) == _address(out)
-            and tuple(x.shape) == tuple(out.shape)
-            and _used_strides(x) == _used_strides(out)
-            and x.dtype == out.dtype
-        )
-        if not same and _overlap(x, out):
-            exactly = f"; it may only be exactly {' or '.join(may_be)}" if may_be else ""
-            raise ValueError(f"out overlaps {name} in memory{exactly}")
 
 
 def check_places(name: str, x: Array) -> None:
@@ -377,6 +389,11 @@ def _address(x: Array) -> int:
 
 def _used_strides(x: Array) -> list[int]:
     return [stride for stride, size in zip(x.strides, x.shape, strict=True) if size > 1]
+
+
+def alike(x: Array, y: Array) -> bool:
+    """Whether items of the same type lie in the same order, from wherever the two begin."""
+    return bool(x.dtype == y.dtype and tuple(x.shape) == tuple(y.shape) and _used_strides(x) == _used_strides(y))
 
 
 def _bounds(x: Array) -> tuple[int, int]:
@@ -395,32 +412,33 @@ def _overlap(x: Array, y: Array) -> bool:
         return False
     try:
         # The exact answer is a question about addresses alone, so NumPy can give it for device memory too.
-        return bool(np.shares_memory(_shadow(x), _shadow(y), max_work=10_000))  # type: ignore[arg-type]
+        ours, theirs = (shadow(_address(each), each.shape, each.strides, each.dtype) for each in (x, y))
+        return bool(np.shares_memory(ours, theirs, max_work=10_000))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
 
-class _Shadow:
-    def __init__(self, x: Array) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (_address(x), True),
-            "shape": tuple(x.shape),
-            "strides": tuple(x.strides),
-            "typestr": f"|V{x.dtype.itemsize}",
-        }
+def shadow(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: np.dtype[Any]
+) -> np.ndarray[Any, Any]:
+    """An array at an address that is not NumPy's, never read; C-contiguous without `strides`."""
+    interface = {"version": 3, "data": (address, True), "shape": shape, "strides": strides}
+    interface["typestr"] = f"|V{dtype.itemsize}"  # which NumPy has a name for
+    return np.asarray(SimpleNamespace(__array_interface__=interface)).view(dtype)
 
 
-def _shadow(x: Array) -> np.ndarray[Any, Any]:
-    """An array at the same addresses, never read."""
-    return np.asarray(_Shadow(x))
+def view(x: Array, shape: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+    """The same memory from x's first item on, with other axes."""
+    if isinstance(x, np.ndarray):
+        return np.lib.stride_tricks.as_strided(x, shape, strides)
+    return type(x)(shape, x.dtype, x.data, strides)
 
 
 def _either(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
 
 
-def usable(place: Place, *arrays: Array | None) -> list[Array | None]:
+def usable(place: Place, *arrays: Array | None) -> list[Array]:
     """The inputs as a kernel can read them: copies of those whose items lie at odd addresses, all kept."""
     prepared = [x if x is None or is_aligned(x) else copy_of(place, x) for x in arrays]
     place.keep(*(x for x in prepared if x is not None))
@@ -436,13 +454,13 @@ def is_aligned(x: Array) -> bool:
 def copy_of(place: Place, x: Array) -> Array:
     """A C-contiguous copy."""
     copy = place.allocate(tuple(x.shape), x.dtype)
-    assign(copy, x)
+    place.assign(copy, x)
     return copy
 
 
-def assign(to: Array, value: Array | float) -> None:
+def assign(to: Array, value: Array | complex) -> None:
     """Copy items, at whatever addresses they are; CuPy's own copies fault on odd ones."""
-    if isinstance(to, np.ndarray) or isinstance(value, (int, float)):
+    if isinstance(to, np.ndarray) or isinstance(value, (int, float, complex)):
         to[...] = value
     else:
         _bytes(to)[...] = _bytes(value)

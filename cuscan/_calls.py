@@ -2,8 +2,9 @@
 
 The signature of a call is all that its checks, its plan and its packed arguments depend on, except addresses: of each
 array the kind, device, dtype, shape, strides and address modulo 16, and the options. The first call of a signature
-makes it ready; later ones fill in their addresses and launch. What depends on addresses themselves, that nothing
-which is written overlaps anything else, is looked at in each call.
+makes it ready: everything is checked, and the launches are recorded with made-up addresses. Every call, the first
+too, then fills in its own addresses and launches. What depends on addresses themselves, that nothing which is written
+overlaps anything else, is looked at in each call.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from . import _arrays
-from ._arrays import Array, Call, CupyPlace, Place, _address, _bounds, _overlap, host_place
-from ._plan import _forced
+from . import _arrays, _compile
+from ._arrays import Array, Call, CupyPlace, Modules, Place, _address, _bounds, _overlap, host_place
+from ._plan import DeviceLimits, _forced
 from ._source import KernelSource
 
 Ready = TypeVar("Ready")
@@ -113,7 +114,7 @@ class Given:
             addresses.append(address)
             signature += (where, x.dtype, x.shape, x.strides, address & 15)
         self.arrays, self.addresses, self.device = arrays, addresses, device
-        self.host: Place | None = None
+        self.host: Any = None
         if device is None and (factory := host_place.get()):
             self.host = factory()
             signature.append(self.host.limits)
@@ -131,17 +132,34 @@ class Given:
             if isinstance(x, np.ndarray) and not x.flags.writeable
         )
 
-    def check_kinds(self) -> None:
-        """All arrays are of one kind, on one device."""
+    def by_name(self) -> dict[str, Any]:
+        """The arrays by name."""
+        return dict(zip(self.names, self.arrays, strict=True))
+
+    def check(self, required: Sequence[str]) -> dict[str, Any]:
+        """All arrays are of one kind, on one device, and the required ones are there; gives them by name."""
+        arrays = self.by_name()
+        for name in required:
+            if arrays[name] is None:
+                raise TypeError(f"{name} must be an array, got NoneType")
         if self._adopted is None:
-            Call(**dict(zip(self.names, self.arrays, strict=True)))
+            Call(**arrays)
+        return arrays
+
+    @property
+    def limits(self) -> DeviceLimits:
+        """Of the device that plans are made for."""
+        if self.device is None:
+            limits: DeviceLimits = self.host.limits
+            return limits
+        return _compile.cupy_limits(self.device)
 
     @property
     def in_numpy(self) -> bool:
         """Whether reference.py does it."""
         return self.device is None and self.host is None
 
-    def place(self) -> Place | None:
+    def place(self) -> Any:
         """Where the call works, if that needs nothing else."""
         if self.device is None:
             return self.host
@@ -168,6 +186,25 @@ def _is_read_only(x: Any) -> bool:
     return bool(getattr(x, "__cuda_array_interface__", {"data": (0, False)})["data"][1])
 
 
+# --- what a signature launches ------------------------------------------------------------------------------------
+
+_STATIC_LIMIT = 48 * 1024  # dynamic shared memory that a kernel may have unasked
+
+
+def start(
+    function: Any, grid: tuple[int, ...], block: tuple[int, ...], packed: bytes | bytearray, shared: int = 0
+) -> None:
+    """Launch a kernel that takes one struct."""
+    if shared > _STATIC_LIMIT and function.max_dynamic_shared_size_bytes < shared:
+        function.max_dynamic_shared_size_bytes = shared
+    function(grid, block, (np.ndarray((), _struct_type(len(packed)), packed),), shared_mem=shared)
+
+
+@cache
+def _struct_type(size: int) -> np.dtype[Any]:
+    return np.dtype(f"V{size}")
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch of a kernel that takes one struct, packed as far as addresses are not in it."""
@@ -176,48 +213,169 @@ class Launch:
     name: str
     grid: tuple[int, ...]
     block: tuple[int, ...]
-    packed: bytes
-    addresses: tuple[tuple[int, int], ...]  # (word of the struct, array whose address it is)
+    shared: int
+    packed: bytes = field(repr=False)
+    addresses: tuple[tuple[int, int, int], ...]  # (word of the struct, array, bytes from where that begins)
 
-    @cached_property
-    def _dtype(self) -> np.dtype[Any]:
-        return np.dtype(f"V{len(self.packed)}")
-
-    def start(self, place: Place, addresses: Sequence[int]) -> None:
-        """Launch with these addresses: of the arguments, then of the fresh arrays."""
+    def run(self, place: Place, _: Arrays, addresses: Sequence[int]) -> None:
+        """Launch with these addresses: of the arguments, then of what is allocated."""
         packed = bytearray(self.packed)
         words = memoryview(packed).cast("q")
-        for word, array in self.addresses:
-            words[word] = addresses[array]
-        function = place.modules.get_function(self.source, self.name)
-        function(self.grid, self.block, (np.ndarray((), self._dtype, packed),))
+        for word, array, offset in self.addresses:
+            words[word] = addresses[array] + offset
+        start(place.modules.get_function(self.source, self.name), self.grid, self.block, packed, self.shared)
+
+
+@dataclass(frozen=True)
+class View:
+    """An array from its first item on, with these axes."""
+
+    array: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def of(self, arrays: Arrays) -> Array:
+        """The view, of one of these arrays."""
+        return _arrays.view(arrays[self.array], self.shape, self.strides)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Items copied, or set to a number, between launches."""
+
+    to: View
+    value: View | complex
+
+    def run(self, place: Place, arrays: Arrays, _: Sequence[int]) -> None:
+        """Copy between these arrays."""
+        place.assign(self.to.of(arrays), self.value.of(arrays) if isinstance(self.value, View) else self.value)
+
+
+# Made-up addresses: as numbers too large for a size or a stride, as bits of floating point no number.
+_MADE_UP = (0x7FF4 << 48, 0x7FF2 << 48)
+_APART = 1 << 42  # bytes from one to the next
+
+
+class Recorder:
+    """A Place where nothing runs: what is allocated, copied and launched is noted down.
+
+    Its arrays are NumPy's at made-up addresses, never read, number i at base + (i + 1/2) * _APART: first those of the
+    arguments, as far beyond as an argument is beyond a multiple of 16, then what is allocated.
+    """
+
+    def __init__(self, given: Given, base: int) -> None:
+        self.modules: Modules = self
+        self.limits = given.limits
+        self.steps: list[Launch | Copy] = []
+        self.fresh: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
+        self.base = base
+        self.starts: list[int] = []
+        self.arrays: dict[str, Any] = {}
+        for name, x, address in zip(given.names, given.arrays, given.addresses, strict=True):
+            where = self._next_start(address % 16)
+            self.arrays[name] = x if x is None else _arrays.shadow(where, x.shape, x.strides, x.dtype)
+
+    def _next_start(self, beyond: int) -> int:
+        self.starts.append(self.base + len(self.starts) * _APART + _APART // 2 + beyond)
+        return self.starts[-1]
+
+    def number(self, x: Array) -> int:
+        """Which array begins where this one does."""
+        return self.starts.index(_address(x))
+
+    def allocate(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        self.fresh.append((shape, np.dtype(dtype)))
+        return _arrays.shadow(self._next_start(0), shape, None, self.fresh[-1][1])
+
+    def assign(self, to: Array, value: Array | complex) -> None:
+        self.steps.append(Copy(self._view(to), self._view(value) if isinstance(value, np.ndarray) else value))
+
+    def _view(self, x: Array) -> View:
+        return View(self.number(x), x.shape, x.strides)
+
+    def keep(self, *arrays: Array) -> None:
+        pass
+
+    def pointer(self, array: Array) -> int:
+        return _address(array)
+
+    def done(self) -> None:
+        pass
+
+    def get_function(self, source: KernelSource, name: str) -> Callable[..., None]:
+        return _Recorded(self, source, name)
+
+
+@dataclass
+class _Recorded:
+    """A kernel whose launches are noted down, its addresses told from the other words of its struct."""
+
+    recorder: Recorder
+    source: KernelSource
+    name: str
+    max_dynamic_shared_size_bytes: int = 0
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], arguments: Arrays, *, shared_mem: int) -> None:
+        packed = bytearray(arguments[0].tobytes())
+        words = memoryview(packed).cast("q")
+        base, starts = self.recorder.base, self.recorder.starts
+        addresses = []
+        for word, value in enumerate(words):
+            if value >= base and (array := (value - base) // _APART) < len(starts):
+                addresses.append((word, array, value - starts[array]))
+                words[word] = 0
+        launch = Launch(self.source, self.name, grid, block, shared_mem, bytes(packed), tuple(addresses))
+        self.recorder.steps.append(launch)
 
 
 @dataclass(frozen=True)
 class Launches:
-    """What all calls of a signature launch. Arguments are meant by their index."""
+    """What all calls of a signature do. Arrays are meant by their number: the arguments, then what is allocated."""
 
-    fresh: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]  # shapes and dtypes of what is allocated: results, scratch
     changed: tuple[int, ...]  # arguments that are read and written
     written: tuple[int, ...]  # arguments that are only written
+    exact: tuple[int, ...]  # arguments that may be what is written, at the same address
+    hint: str  # what to say where something else overlaps
     spans: tuple[tuple[int, int], ...]  # each argument's bytes, counted from its address
-    copied: tuple[int, ...]  # arguments whose items lie at odd addresses
-    launches: tuple[Launch, ...] = ()
+    fresh: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...] = ()  # shapes and dtypes of what is allocated
+    steps: tuple[Launch | Copy, ...] = ()
+    results: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, given: Given, *, changed: tuple[str, ...], written: tuple[str, ...], fresh: Any) -> Launches:
-        """No launch yet."""
-        spans, copied = [], []
-        for i, x in enumerate(given.arrays):
-            low, high = (0, 0) if x is None or x.size == 0 else (bound - _address(x) for bound in _bounds(x))
-            spans.append((low, high))
-            if high > low and not _arrays.is_aligned(x):
-                copied.append(i)
+    def of(
+        cls, given: Given, *, changed: Sequence[str] = (), written: Sequence[str] = (), may_be: Sequence[str] = ()
+    ) -> Launches:
+        """None yet. An argument that is written may be exactly one of `may_be`."""
 
-        def indices(names: tuple[str, ...]) -> tuple[int, ...]:
+        def numbers(names: Sequence[str]) -> tuple[int, ...]:
             return tuple(i for i, name in enumerate(given.names) if name in names and given.arrays[i] is not None)
 
-        return cls(tuple(fresh), indices(changed), indices(written), tuple(spans), tuple(copied))
+        targets = [given.arrays[i] for i in numbers(written)]
+        exact = [i for i in numbers(may_be) if any(_arrays.alike(given.arrays[i], x) for x in targets)]
+        hint = f"; it may only be exactly {' or '.join(may_be)}" if may_be else ""
+        spans = []
+        for x in given.arrays:
+            low, high = (0, 0) if x is None or x.size == 0 else (bound - _address(x) for bound in _bounds(x))
+            spans.append((low, high))
+        return cls(numbers(changed), numbers(written), tuple(exact), hint, tuple(spans))
+
+    def recorded(self, given: Given, body: Callable[[Place, dict[str, Any]], Sequence[Array | None]]) -> Launches:
+        """With what `body` does at a place with the given arrays; `run` gives those of its results that are not None.
+
+        None where NumPy's own code does it.
+        """
+        if given.in_numpy:
+            return self
+        recorded = []
+        # The CPU executor looks whether other made-up addresses make a difference.
+        for base in _MADE_UP if given.host else _MADE_UP[:1]:
+            place = Recorder(given, base)
+            results = [place.number(x) for x in body(place, place.arrays) if x is not None]
+            recorded.append((tuple(place.fresh), tuple(place.steps), tuple(results)))
+        if recorded[0] != recorded[-1]:
+            raise AssertionError("what is launched depends on addresses otherwise than by having them in a struct")
+        fresh, steps, numbers = recorded[0]
+        return replace(self, fresh=fresh, steps=steps, results=numbers)
 
     def check_apart(self, given: Given) -> None:
         """Nothing that is written overlaps another argument."""
@@ -230,39 +388,31 @@ class Launches:
                     addresses[i] + below < high
                     and low < addresses[i] + above
                     and i != target
+                    and not (i in self.exact and addresses[i] == addresses[target])
                     and _overlap(given.arrays[target], given.arrays[i])
                 ):
-                    raise ValueError(f"{given.names[target]} overlaps {given.names[i]} in memory")
+                    raise ValueError(f"{given.names[target]} overlaps {given.names[i]} in memory{self.hint}")
 
-    def run(self, given: Given) -> list[Array]:
-        """Allocate, launch, and give the fresh arrays."""
+    def run(self, given: Given) -> tuple[Array, ...]:
+        """Allocate, launch, and give the results."""
         place = given.place()
         if place is not None:
             return self._run(given, place)
         with given.current() as place:
             return self._run(given, place)
 
-    def _run(self, given: Given, place: Any) -> list[Array]:
+    def _run(self, given: Given, place: Any) -> tuple[Array, ...]:
         if given.device is None:  # the CPU executor checks what kernels touch
             apart = (*self.changed, *self.written)
             place.keep(*(x for i, x in enumerate(given.arrays) if x is not None and i not in apart))
-            place.update(*(given.arrays[i] for i in self.changed))
+            for i in self.changed:
+                place.update(given.arrays[i])
             for i in self.written:
                 place.pointer(given.arrays[i])
-        fresh = [place.allocate(shape, dtype) for shape, dtype in self.fresh]
-        addresses = given.addresses + [place.pointer(x) for x in fresh]
-        for launch in self.launches:
-            launch.start(place, addresses)
-        return fresh
-
-    def run_on_copies(self, given: Given, function: Callable[[Arrays], Any]) -> Any:
-        """Call `function` with copies of what lies at odd addresses, and copy back what it wrote."""
-        with given.current() as place:
-            arrays = list(given.arrays)
-            for i in self.copied:
-                arrays[i] = _arrays.copy_of(place, given.arrays[i])
-            result = function(arrays)
-            for i in self.copied:
-                if i in self.changed or i in self.written:
-                    _arrays.assign(given.arrays[i], arrays[i])
-        return result
+        arrays, addresses = [*given.arrays], [*given.addresses]
+        for shape, dtype in self.fresh:
+            arrays.append(place.allocate(shape, dtype))
+            addresses.append(place.pointer(arrays[-1]))
+        for step in self.steps:
+            step.run(place, arrays, addresses)
+        return tuple([arrays[i] for i in self.results])

@@ -7,7 +7,6 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -127,6 +126,8 @@ def report(write: Callable[[str], object], architecture: int = 90) -> None:
 
     Needs an NVRTC wheel, and no device. Takes minutes: every kernel there is gets compiled.
     """
+    from concurrent.futures import ProcessPoolExecutor  # slow to import
+
     from ._source import all_sources
 
     libraries = list(nvrtc_libraries())

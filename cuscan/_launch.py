@@ -6,7 +6,7 @@ The argument structs are packed here, field by field as in cuda_src/*_args.cuh; 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from ._arrays import ITEM_CODE, Array, Place, _address, accumulation, item_name
-from ._calls import Launch
+from ._calls import start
 from ._plan import (
     ITEM_BYTES,
+    STATE_INTERVAL,
     UPDATE_THREADS,
     Lanes,
     LinearPlan,
@@ -48,17 +49,12 @@ from ._source import (
 
 ROW_DIMS = 6  # kRowDims in linear_args.cuh
 LARGEST_GRID = 2**31 - 1
-_STATIC_LIMIT = 48 * 1024  # dynamic shared memory that a kernel may have unasked
 
 
 def _start(
     place: Place, source: KernelSource, name: str, blocks: int, threads: int, packed: bytes, shared: int = 0
 ) -> None:
-    function: Any = place.modules.get_function(source, name)
-    if shared > _STATIC_LIMIT and function.max_dynamic_shared_size_bytes < shared:
-        function.max_dynamic_shared_size_bytes = shared
-    argument = np.ndarray((), f"V{len(packed)}", packed)
-    function((min(blocks, LARGEST_GRID),), (threads,), (argument,), shared_mem=shared)
+    start(place.modules.get_function(source, name), (min(blocks, LARGEST_GRID),), (threads,), packed, shared)
 
 
 def _ceil_div(x: int, y: int) -> int:
@@ -92,7 +88,7 @@ class Rows:
         return struct.pack(LINEAR_ARRAY, self.start, self.time, *_pad(self.rows), packs)
 
 
-_NOWHERE = Rows(0, 0, ())
+NOWHERE = Rows(0, 0, ())
 
 
 def _pad(values: tuple[int, ...]) -> tuple[int, ...]:
@@ -123,8 +119,10 @@ class Marks:
     scratch: tuple[Array, ...]  # what they are in
 
 
-def make_marks(place: Place, segments: Segments, length: int, sizes: tuple[int, ...], *, enters: bool) -> Marks:
-    """Make the marks of rows of `sizes`; `enters`: is there a state that enters a row or sequence?"""
+def make_marks(
+    place: Place, segments: Segments, length: int, sizes: tuple[int, ...], *, enters: bool, backward: bool = False
+) -> Marks:
+    """Make the marks of rows of `sizes`, or of their gradients; `enters`: does a state enter a row or sequence?"""
     mask, reset = (_pad(x.rows) if x else _pad(()) for x in (segments.mask, segments.reset))
     own = [size if m or r else 1 for size, m, r in zip(sizes, mask, reset, strict=False)]
     words = _ceil_div(length, _MARK_STEPS)
@@ -140,7 +138,8 @@ def make_marks(place: Place, segments: Segments, length: int, sizes: tuple[int, 
         ),
         *((place.pointer(offsets), offsets.strides[0], len(offsets) - 1) if offsets is not None else (0, 0, 0)),
         *(length, prod(own), *_pad(tuple(own)), pointer, 0 if ids is None else place.pointer(ids)),
-        *(len(own), offsets is not None and offsets.dtype.itemsize == 8, segments.reverse, not enters),
+        *(len(own), offsets is not None and offsets.dtype.itemsize == 8, segments.reverse),
+        2 * backward if enters else 1,
     )
     _start(place, marks_source(), "step_marks", _ceil_div(prod(own) * words, MARK_THREADS), MARK_THREADS, packed)
     strides = tuple(prod(own[d + 1 :]) * words * _MARK_BYTES if own[d] > 1 else 0 for d in range(len(own)))
@@ -189,14 +188,27 @@ def linear(place: Place, plan: LinearPlan, call: LinearCall, source_item: str = 
     marks = None
     if call.segments is not None:
         marks = make_marks(place, call.segments, call.length, call.sizes, enters=call.initial is not None)
+
+    def launch(*, summarise: bool, summaries: tuple[int, int, int]) -> None:
+        name = linear_name(plan.order.lanes, summarise, call.item, segmented=marks is not None)
+        packed = linear_args(plan, call, marks, summaries)
+        _start(place, source, name, linear_blocks(plan, call), 32 * plan.fit.warps, packed)
+
+    launch_chunks(place, plan, call, launch, source_item)
+
+
+def launch_chunks(
+    place: Place, plan: LinearPlan, call: LinearCall, launch: Callable[..., None], source_item: str = ""
+) -> None:
+    """Launch what applies a scan to its chunks, and before it where there are several what summarises them."""
     if plan.chunks == 1:
-        _linear_launch(place, plan, call, marks, source, summarise=False)
+        launch(summarise=False, summaries=(0, 0, 0))
         return
     state = np.dtype(accumulation(call.item))
-    types = [state, state] if marks is None else [state, state, np.dtype(np.bool_)]
+    types = [state, state] if call.segments is None else [state, state, np.dtype(np.bool_)]
     kept = [place.allocate((call.rows * plan.chunks,), dtype) for dtype in types]
     gate, entering, resets = (*(place.pointer(x) for x in kept), 0)[:3]
-    _linear_launch(place, plan, call, marks, source, summarise=True, summaries=(gate, entering, resets))
+    launch(summarise=True, summaries=(gate, entering, resets))
 
     # The summaries are a linear_scan of their own, in place: the states that leave the chunks.
     row, chunk = summary_strides(plan, call.rows)
@@ -213,7 +225,7 @@ def linear(place: Place, plan: LinearPlan, call: LinearCall, source_item: str = 
         scan = replace(scan, segments=segments, initial=None if call.packed else call.initial)
     inner = plan_linear_summaries(plan.chunks, plan.order.lanes)
     linear(place, inner, scan, source_item or call.item)
-    _linear_launch(place, plan, call, marks, source, summarise=False, summaries=(gate, entering, 0))
+    launch(summarise=False, summaries=(gate, entering, 0))
 
 
 def summary_strides(plan: LinearPlan, rows: int) -> tuple[int, int]:
@@ -221,33 +233,27 @@ def summary_strides(plan: LinearPlan, rows: int) -> tuple[int, int]:
     return (1, rows) if plan.order.lanes is Lanes.ROWS else (plan.chunks, 1)
 
 
-def _linear_launch(
-    place: Place,
-    plan: LinearPlan,
-    call: LinearCall,
-    marks: Marks | None,
-    source: KernelSource,
-    *,
-    summarise: bool,
-    summaries: tuple[int, int, int] = (0, 0, 0),
-) -> None:
+def linear_args(plan: LinearPlan, call: LinearCall, marks: Marks | None, summaries: tuple[int, int, int]) -> bytes:
+    """LinearArgs, packed; `summaries` are addresses."""
     order = plan.order
-    gate = call.gate if isinstance(call.gate, Rows) else _NOWHERE
+    gate = call.gate if isinstance(call.gate, Rows) else NOWHERE
     value = 0j if isinstance(call.gate, Rows) else complex(call.gate)
     with np.errstate(over="ignore"):
         single = np.float32(value.real), np.float32(value.imag)
-    arrays = (gate, call.input, call.initial or _NOWHERE, call.output, call.last or _NOWHERE)
-    packed = b"".join(x.packed(order.chunk, call.item) for x in arrays) + struct.pack(
+    arrays = (gate, call.input, call.initial or NOWHERE, call.output, call.last or NOWHERE)
+    packed = b"".join(x.packed(order.chunk, call.item if x is call.output else x.item) for x in arrays) + struct.pack(
         LINEAR_TAIL, *summaries[:2], value.real, value.imag, *single, call.length, call.rows, *_pad(call.sizes),
         order.chunk, plan.chunks, *summary_strides(plan, call.rows), len(call.sizes), ITEM_CODE[call.output.item],
         order.row_warps,
     )  # fmt: skip
-    packed += (marks.rows if marks else _NOWHERE).packed(order.chunk, call.item)
-    packed += struct.pack(LINEAR_SEGMENTS, marks.ids if marks else 0, summaries[2])
-    teams = call.rows if order.lanes is Lanes.TIME else _ceil_div(call.rows, 32)
-    blocks = _ceil_div(teams * plan.chunks, plan.fit.warps // order.row_warps)
-    name = linear_name(order.lanes, summarise, call.item, segmented=marks is not None)
-    _start(place, source, name, blocks, 32 * plan.fit.warps, packed)
+    packed += (marks.rows if marks else NOWHERE).packed(order.chunk, call.item)
+    return packed + struct.pack(LINEAR_SEGMENTS, marks.ids if marks else 0, summaries[2])
+
+
+def linear_blocks(plan: LinearPlan, call: LinearCall) -> int:
+    """Blocks that have a slot for each chunk of each row or 32 rows."""
+    teams = call.rows if plan.order.lanes is Lanes.TIME else _ceil_div(call.rows, 32)
+    return _ceil_div(teams * plan.chunks, plan.fit.warps // plan.order.row_warps)
 
 
 # --- selective_scan ----------------------------------------------------------------------------------------------
@@ -277,6 +283,7 @@ class SelectiveCall:
     softplus: bool
     limits: tuple[float, float] | None
     segments: Segments | None  # packed: initial and last have sequences for batch
+    states: Array | None = None  # (batch, intervals, channels, state), contiguous, to be filled
 
 
 def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step: int) -> None:
@@ -288,10 +295,12 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
     batch, length, channels = call.u.shape
     state = call.A.shape[1]
     kind, tile = call.kind, plan.fit.tile
+    if call.states is not None and plan.chunks > 1 and plan.order.chunk % STATE_INTERVAL:
+        raise ValueError(f"saved states need chunks of whole intervals of {STATE_INTERVAL}, got {plan.order.chunk}")
     item, real, state_dtype = kind.item, np.dtype(kind.real), np.dtype(kind.state)
 
     def sequence(x: Array | None, item: str) -> tuple[int, ...]:
-        return _NO_SEQUENCE if x is None else _sequence(place, x, item, time_step, plan, call)
+        return _NO_SEQUENCE if x is None else _sequence(place, x, item, time_step, plan.order.chunk, kind, call.groups)
 
     scratch = None
     if plan.slices > 1:
@@ -311,7 +320,8 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
         (*sequence(scratch, real.name)[:5], 0),
     ]
     couples = [
-        _couple(place, x, varies, time_step, plan, kind) for x, varies in ((call.B, kind.time_B), (call.C, kind.time_C))
+        _couple(place, x, varies, time_step, plan.order.chunk, kind)
+        for x, varies in ((call.B, kind.time_B), (call.C, kind.time_C))
     ]
     packed_sequences = call.segments is not None and call.segments.offsets is not None
     states = [(None, None), (call.initial, call.last)]
@@ -324,7 +334,7 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
     head = struct.pack(
         SELECTIVE_HEAD,
         *(field for fields in (*sequences, *couples) for field in fields),
-        *(0 if x is None else place.pointer(x) for x in (call.A, call.D, call.delta_bias, initial, last)),
+        *(0 if x is None else place.pointer(x) for x in (call.A, call.D, call.delta_bias, initial, last, call.states)),
         *call.A.strides,
         *(0 if x is None else x.strides[0] for x in (call.D, call.delta_bias)),
         *((0, 0, 0) if call.initial is None else call.initial.strides),
@@ -404,23 +414,21 @@ def _is_vector(start: int, along: int, others: tuple[int, ...], size: int, even:
 
 
 def _sequence(
-    place: Place, x: Array, item: str, time_step: int, plan: SelectivePlan, call: SelectiveCall
+    place: Place, x: Array, item: str, time_step: int, chunk: int, kind: SelectiveKind, groups: int
 ) -> tuple[int, ...]:
     batch, time, channel = x.strides
     length, channels = x.shape[1], x.shape[2]
     start = place.pointer(x) + (0 if time_step > 0 else (length - 1) * time)
     time *= time_step
     size = ITEM_BYTES[item]
-    if call.kind.time_fast:
-        vector = _is_vector(start, time, (batch, channel), size, length % 2 == 0 and plan.order.chunk % 2 == 0)
+    if kind.time_fast:
+        vector = _is_vector(start, time, (batch, channel), size, length % 2 == 0 and chunk % 2 == 0)
     else:
-        vector = channel > 0 and _is_vector(start, channel, (batch, time), size, channels // call.groups % 2 == 0)
-    return start, batch, time, channel, size == 4, vector and item == call.kind.item
+        vector = channel > 0 and _is_vector(start, channel, (batch, time), size, channels // groups % 2 == 0)
+    return start, batch, time, channel, size == 4, vector and item == kind.item
 
 
-def _couple(
-    place: Place, x: Array, varies: bool, time_step: int, plan: SelectivePlan, kind: SelectiveKind
-) -> tuple[int, ...]:
+def _couple(place: Place, x: Array, varies: bool, time_step: int, chunk: int, kind: SelectiveKind) -> tuple[int, ...]:
     wide = x.dtype.itemsize == 4
     code = ITEM_CODE[item_name(x)]
     if not varies:
@@ -431,7 +439,7 @@ def _couple(
     start = place.pointer(x) + (0 if time_step > 0 else (length - 1) * time)
     time *= time_step
     if kind.time_fast:
-        vector = _is_vector(start, time, (batch, group, state), size, length % 2 == 0 and plan.order.chunk % 2 == 0)
+        vector = _is_vector(start, time, (batch, group, state), size, length % 2 == 0 and chunk % 2 == 0)
     else:
         vector = state > 0 and _is_vector(start, state, (batch, group, time), size, x.shape[3] % 2 == 0)
     return start, batch, time, group, 0, state, wide, vector and (kind.complex or item_name(x) == kind.item), code
@@ -442,7 +450,7 @@ def _couple(
 
 @dataclass(frozen=True)
 class UpdateCall:
-    """The arrays of one selective_state_update, in the order of UpdateArgs' addresses, and what they share.
+    """The arrays of one selective_state_update.
 
     B and C are (batch, groups, state) views.
     """
@@ -492,8 +500,8 @@ def _spans_31_bits(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return all(s >= 0 and n < 2**31 for n, s in axes) and sum((n - 1) * s for n, s in axes) < 2**31 - 16
 
 
-def update(call: UpdateCall, plan: UpdatePlan, arrays: Sequence[int | None]) -> Launch:
-    """The launch of a selective_state_update; `arrays` are the indices of those whose addresses UpdateArgs has."""
+def update(place: Place, plan: UpdatePlan, call: UpdateCall) -> None:
+    """Run a selective_state_update, in one launch."""
     x, state, kind = call.x, call.state, call.kind
     batch, channels = x.shape
     limits = call.limits or (0.0, 0.0)
@@ -506,8 +514,9 @@ def update(call: UpdateCall, plan: UpdatePlan, arrays: Sequence[int | None]) -> 
     def code(array: Array | None) -> int:
         return 0 if array is None else ITEM_CODE[item_name(array)]
 
+    arrays = (state, x, call.dt, call.A, call.B, call.C, call.D, call.z, call.dt_bias, call.slots, call.output)
     packed = struct.pack(
-        UPDATE_ARGS, *(0,) * len(arrays),
+        UPDATE_ARGS, *(0 if array is None else place.pointer(array) for array in arrays),
         *state.strides, *x.strides, *call.dt.strides, *strides(call.z, 2), *call.output.strides, *call.A.strides,
         *call.B.strides, *call.C.strides, *strides(call.D, 1), *strides(call.dt_bias, 1), *strides(call.slots, 1),
         batch, channels, call.A.shape[1], channels // call.B.shape[1], state.shape[0], *limits, *single,
@@ -516,6 +525,5 @@ def update(call: UpdateCall, plan: UpdatePlan, arrays: Sequence[int | None]) -> 
         call.slots is not None and call.slots.dtype.itemsize == 8, call.softplus, call.limits is not None,
         plan.order.team.bit_length() - 1, plan.fit.columns.bit_length() - 1,
     )  # fmt: skip
-    places = tuple((word, array) for word, array in enumerate(arrays) if array is not None)
-    source = update_source(kind.item, kind.state)
-    return Launch(source, update_name(kind), plan.fit.grid, (UPDATE_THREADS,), packed, places)
+    function = place.modules.get_function(update_source(kind.item, kind.state), update_name(kind))
+    start(function, plan.fit.grid, (UPDATE_THREADS,), packed)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import isqrt
 from types import MappingProxyType
@@ -90,6 +90,16 @@ THRESHOLDS: dict[str, tuple[int, str]] = {
         256,
         _H200 + "(1, 65536, 256, 16): 0.289 ms in chunks of 256, 0.263 in chunks of 512",
     ),
+    "selective backward: blocks a multiprocessor, in percent, below which time is split": (
+        50,
+        "as the forward; not measured",
+    ),
+    "selective backward: blocks a multiprocessor that a split aims at": (2, "as many as are resident; not measured"),
+    "selective backward: blocks a multiprocessor at most": (
+        16,
+        "eight waves; more would only add partial sums; not measured",
+    ),
+    "selective backward: steps a chunk at least": (256, "as the forward; not measured"),
 }
 
 
@@ -97,13 +107,16 @@ def _threshold(name: str) -> int:
     return THRESHOLDS[name][0]
 
 
+# Steps from one saved state of selective_scan to the next. No plan, device or table changes it: shapes depend on it.
+STATE_INTERVAL = 32
+
 # What tests and tuning force: fields of an order or a fit, by name.
 _forced: ContextVar[Mapping[str, Any]] = ContextVar("forced", default=MappingProxyType({}))
 
 
 @contextlib.contextmanager
 def forced(**choices: Any) -> Iterator[None]:
-    """Force parts of every plan made inside: schedule, lanes, chunk, row_warps, warps, tile, segments, grid."""
+    """Force parts of every plan made inside: schedule, lanes, chunk, row_warps, warps, tile, segments, grid, parts."""
     token = _forced.set({**_forced.get(), **choices})
     try:
         yield
@@ -442,6 +455,106 @@ def _choose_tile(problem: SelectiveProblem, limits: DeviceLimits, blocks: int) -
             if tile.shared_memory(problem.kind) <= limits.shared_memory:
                 return tile
     return first
+
+
+# --- selective_scan_vjp ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """One instantiation's shape. A warp has 4 groups of states."""
+
+    states: int  # a thread
+    channels: int  # a block
+    steps: int  # whose gates and states are in registers
+
+    @property
+    def threads(self) -> int:
+        """Threads a block."""
+        return 4 * self.channels
+
+    @property
+    def slice(self) -> int:
+        """States a block."""
+        return 4 * self.states
+
+    def shared_memory(self, kind: SelectiveKind) -> int:
+        """Bytes of BackwardTile::Shared in selective_scan_backward.cu, which asserts them."""
+        item, real, state = kind.item_bytes, kind.real_bytes, kind.state_bytes
+        row = self.channels + 2
+        sets = 2 if item <= 4 else 1
+        sequences = STATE_INTERVAL * row * (3 + 2) * real + 2 * self.channels * real
+        couples = sum(STATE_INTERVAL if varies else 1 for varies in (kind.time_B, kind.time_C))
+        couples *= self.slice * (self.states + self.threads // 32) * state
+        entering = STATE_INTERVAL // self.steps * self.threads * self.states * state
+        slots = 4 * sets * STATE_INTERVAL * self.channels * item
+        piece = STATE_INTERVAL // 2
+        along, rows = (piece, self.slice) if kind.time_fast else (self.slice, piece)
+        pairs = _ceil_div(rows, self.threads // (along // 2))
+        couple_slots = 2 * 2 * pairs * self.threads * 2 * (state if kind.complex else item)
+        return sequences + couples + entering + slots + couple_slots
+
+
+def backward_tile(kind: SelectiveKind) -> BackwardTile:
+    """The instantiation of a kind: gates and states of a tile's steps fit a thread's registers."""
+    if kind.state != "float32":
+        return BackwardTile(2, 16 if kind.item == "float64" else 32, 8)
+    return BackwardTile(4, 32, 8 if kind.time_B and kind.time_C else 4)
+
+
+def backward_kind(kind: SelectiveKind) -> SelectiveKind:
+    """The kind whose kernels do the gradients of another: the states a thread has do not depend on their number."""
+    return replace(kind, states=4 if kind.state == "float32" else 2)
+
+
+@dataclass(frozen=True)
+class BackwardOrder:
+    """What fixes the bits."""
+
+    chunk: int  # steps a chunk, whole intervals
+    part: int  # rows of the batch whose sums of dA, dD and d(delta_bias) are one
+    channels: int  # channels whose sums of dB and dC are one
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """How a selective_scan_vjp runs, and why."""
+
+    order: BackwardOrder
+    chunks: int
+    parts: int
+    reason: str
+
+
+def plan_backward(problem: SelectiveProblem, limits: DeviceLimits) -> BackwardPlan:
+    """Choose chunks and parts of the batch for a problem without a size of 0."""
+    force = _forced.get()
+    tile = backward_tile(problem.kind)
+    if tile.shared_memory(problem.kind) > limits.shared_memory:
+        raise ValueError(
+            f"selective_scan_vjp needs {tile.shared_memory(problem.kind)} bytes of shared memory a block for "
+            f"{problem.kind.item}, and this device has {limits.shared_memory}"
+        )
+    tiles = problem.groups * _ceil_div(problem.channels // problem.groups, tile.channels)
+    aim = limits.multiprocessors * _threshold("selective backward: blocks a multiprocessor that a split aims at")
+    most = limits.multiprocessors * _threshold("selective backward: blocks a multiprocessor at most")
+    parts = force.get("parts", min(problem.batch, max(1, most // tiles)))
+    part = _ceil_div(problem.batch, parts)
+    parts = _ceil_div(problem.batch, part)
+    blocks = tiles * parts
+    least = _threshold("selective backward: steps a chunk at least")
+    chunk = problem.length
+    if "chunk" in force:
+        chunk = min(chunk, _round_up(force["chunk"], STATE_INTERVAL))
+    elif 100 * blocks < limits.multiprocessors * _threshold(
+        "selective backward: blocks a multiprocessor, in percent, below which time is split"
+    ):
+        wanted = max(1, min(aim // blocks, problem.length // least))
+        chunk = min(chunk, _round_up(_ceil_div(problem.length, wanted), STATE_INTERVAL))
+    chunks = _ceil_div(problem.length, chunk)
+    cut = f"time is cut into {chunks} chunks" if chunks > 1 else "time in the thread"
+    reason = f"{blocks} blocks over batch and channels, {part} rows of the batch each: {cut}"
+    return BackwardPlan(BackwardOrder(chunk, part, tile.channels), chunks, parts, reason)
 
 
 # --- selective_state_update --------------------------------------------------------------------------------------

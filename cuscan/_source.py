@@ -15,11 +15,15 @@ from pathlib import Path
 
 from ._plan import (
     BLOCK_WARPS,
+    STATE_INTERVAL,
     UPDATE_THREADS,
+    BackwardTile,
     Lanes,
     SelectiveKind,
     SelectiveTile,
     UpdateKind,
+    backward_kind,
+    backward_tile,
     selective_kinds,
     selective_tiles,
     update_kinds,
@@ -42,8 +46,10 @@ LINEAR_ARRAY = "<9q"
 LINEAR_TAIL = "<2q2d2f" + "8q" + "4q" + "3i4x"
 LINEAR_SEGMENTS = "<2q"
 LINEAR_ARGS = 6 * struct.calcsize(LINEAR_ARRAY) + struct.calcsize(LINEAR_TAIL) + struct.calcsize(LINEAR_SEGMENTS)
+LINEAR_BACKWARD_TAIL = "<5i4x"
+LINEAR_BACKWARD_ARGS = LINEAR_ARGS + 3 * struct.calcsize(LINEAR_ARRAY) + struct.calcsize(LINEAR_BACKWARD_TAIL)
 _SEQUENCE_ARRAY, _COUPLE_ARRAY = "4q2i", "6q3i4x"
-SELECTIVE_HEAD = "<" + 5 * _SEQUENCE_ARRAY + 2 * _COUPLE_ARRAY + "5q" + "7q" + "3q" + "5q"
+SELECTIVE_HEAD = "<" + 5 * _SEQUENCE_ARRAY + 2 * _COUPLE_ARRAY + "6q" + "7q" + "3q" + "5q"
 SELECTIVE_TAIL = "<4q" + "2d2f" + "9i4x" + "6q"
 SELECTIVE_ARGS = struct.calcsize(SELECTIVE_HEAD) + struct.calcsize(SELECTIVE_TAIL)
 MARK_ARGS = "<" + 2 * "8q" + "3q" + "8q" + "2q" + "4i"
@@ -128,27 +134,52 @@ def linear_source(item: str, *, segmented: bool = False) -> KernelSource:
     return _module("linear_scan.cu", ("LinearArgs", LINEAR_ARGS), entries)
 
 
+def linear_backward_name(lanes: Lanes, item: str, *, segmented: bool) -> str:
+    """Entry point of a linear_scan_backward kernel."""
+    return "_".join(["linear_scan_backward", lanes.value, *["segmented"] * segmented, item])
+
+
+@cache
+def linear_backward_source(item: str, *, segmented: bool) -> KernelSource:
+    """Both linear_scan_backward kernels of an item type."""
+    entries = {}
+    # Half the registers are too few for a complex128, and with segments for some compilers and chips.
+    blocks = 1 if segmented or item == "complex128" else 2
+    for lanes in Lanes:
+        name = linear_backward_name(lanes, item, segmented=segmented)
+        entries[name] = (
+            f'extern "C" __global__ void __launch_bounds__({32 * BLOCK_WARPS}, {blocks}) '
+            f"{name}(const LinearBackwardArgs args) "
+            f"{{ linear_backward_{lanes.value}<{_CPP[item]}, {_flags(segmented)}>(args); }}"
+        )
+    return _module("linear_scan_backward.cu", ("LinearBackwardArgs", LINEAR_BACKWARD_ARGS), entries)
+
+
 def _flags(*values: bool) -> str:
     return ", ".join(str(value).lower() for value in values)
 
 
 def selective_name(kind: SelectiveKind, tile: SelectiveTile, summarise: bool) -> str:
     """Entry point of a selective_scan kernel."""
-    parts = ["selective_scan", "summarise" if summarise else "apply", kind.item]
-    parts += (
-        ["complex"] * kind.complex
-        + ["time"] * kind.time_fast
-        + ["constB"] * (not kind.time_B)
-        + ["constC"] * (not kind.time_C)
-        + ["segmented"] * kind.segmented
-    )
+    parts = ["selective_scan", "summarise" if summarise else "apply", *_words(kind)]
     return "_".join([*parts, f"{tile.states}x{tile.groups}x{tile.channels}x{tile.steps}"])
+
+
+def _words(kind: SelectiveKind) -> list[str]:
+    return [
+        kind.item,
+        *["complex"] * kind.complex,
+        *["time"] * kind.time_fast,
+        *["constB"] * (not kind.time_B),
+        *["constC"] * (not kind.time_C),
+        *["segmented"] * kind.segmented,
+    ]
 
 
 @cache
 def selective_source(kind: SelectiveKind) -> KernelSource:
     """Every selective_scan kernel that a call of this kind can need."""
-    entries, shared = {}, {}
+    entries, shared = {"interval": f"static_assert(kStateInterval == {STATE_INTERVAL});"}, {}
     for i, tile in enumerate(selective_tiles(kind)):
         template = ", ".join(
             [_CPP[kind.item], _CPP[kind.state]]
@@ -171,6 +202,58 @@ def selective_source(kind: SelectiveKind) -> KernelSource:
                 f"  selective_scan<SelectiveTile<{template}>, {_flags(summarise)}>(args, memory);\n}}"
             )
     return _module("selective_scan.cu", ("SelectiveArgs", SELECTIVE_ARGS), entries, shared)
+
+
+BACKWARD_HEAD = "<" + 8 * _SEQUENCE_ARRAY + 2 * _COUPLE_ARRAY + 2 * "6q" + "4q2q3q3q" + "4q3q" + "6q"
+BACKWARD_TAIL = "<5q" + "2d2f" + "12i" + "10q"
+
+
+def backward_name(kind: SelectiveKind, tile: BackwardTile, summarise: bool) -> str:
+    """Entry point of a selective_scan_backward kernel."""
+    parts = ["selective_scan_backward", *["summarise"] * summarise, *_words(kind)]
+    return "_".join([*parts, f"{tile.states}x4x{tile.channels}x{tile.steps}"])
+
+
+@cache
+def backward_source(kind: SelectiveKind) -> KernelSource:
+    """Both selective_scan_backward kernels of a kind."""
+    tile = backward_tile(kind)
+    sizes = [str(size) for size in (tile.states, tile.channels, tile.steps)]
+    flags = _flags(kind.time_fast, kind.time_B, kind.time_C, kind.segmented)
+    template = f"BackwardTile<{', '.join([_CPP[kind.item], _CPP[kind.state], *sizes, flags])}>"
+    memory = tile.shared_memory(kind)
+    entries = {
+        "interval": f"static_assert(kStateInterval == {STATE_INTERVAL});",
+        "shared memory": f'static_assert(sizeof({template}::Shared) == {memory}, "the plan counts on this much");',
+    }
+    for summarise in (False, True):
+        name = backward_name(kind, tile, summarise)
+        entries[name] = (
+            f'extern "C" __global__ void __launch_bounds__({tile.threads}, 1) '
+            f"{name}(const SelectiveBackwardArgs args) {{\n"
+            f"  extern __shared__ __align__(16) unsigned char memory[];\n"
+            f"  selective_scan_backward<{template}, {_flags(summarise)}>(args, memory);\n}}"
+        )
+    size = struct.calcsize(BACKWARD_HEAD) + struct.calcsize(BACKWARD_TAIL)
+    shared = {name: memory for name in entries if name.startswith("selective")}
+    return _module("selective_scan_backward.cu", ("SelectiveBackwardArgs", size), entries, shared)
+
+
+SUM_JOBS, SUM_JOB, SUM_THREADS = 5, "<4q2i", 256
+SUM_ARGS = SUM_JOBS * struct.calcsize(SUM_JOB) + 8
+
+
+@cache
+def sum_source() -> KernelSource:
+    """The kernels that add partial sums."""
+    entries = {
+        f"sum_partials_{real}": (
+            f'extern "C" __global__ void __launch_bounds__({SUM_THREADS}) sum_partials_{real}(const SumArgs args) '
+            f"{{ sum_partials<{_CPP[real]}>(args); }}"
+        )
+        for real in ("float32", "float64")
+    }
+    return _module("sum_partials.cu", ("SumArgs", SUM_ARGS), entries)
 
 
 UPDATE_ARGS = "<11q" + "3q8q2q3q3q3q5q" + "2d2f" + "12i"  # the addresses first
@@ -200,18 +283,14 @@ def all_sources() -> dict[str, KernelSource]:
     sources = {"step_marks": marks_source()}
     for segmented in (False, True):
         for item in _CPP:
-            sources[" ".join(["linear_scan", item, *["segmented"] * segmented])] = linear_source(
-                item, segmented=segmented
-            )
+            words = " ".join([item, *["segmented"] * segmented])
+            sources[f"linear_scan {words}"] = linear_source(item, segmented=segmented)
+            sources[f"linear_scan_backward {words}"] = linear_backward_source(item, segmented=segmented)
     for kind in selective_kinds():
-        flags = [
-            *["complex"] * kind.complex,
-            *["time"] * kind.time_fast,
-            *["constant B"] * (not kind.time_B),
-            *["constant C"] * (not kind.time_C),
-            *["segmented"] * kind.segmented,
-        ]
-        sources[" ".join(["selective_scan", kind.item, *flags, f"{kind.states} states"])] = selective_source(kind)
+        words = " ".join(_words(kind)).replace("const", "constant ")
+        sources[f"selective_scan {words} {kind.states} states"] = selective_source(kind)
+        sources[f"selective_scan_backward {words}"] = backward_source(backward_kind(kind))
+    sources["sum_partials"] = sum_source()
     for item, state in dict.fromkeys((kind.item, kind.state) for kind in update_kinds()):
         sources[f"selective_state_update {item}, state {state}"] = update_source(item, state)
     return sources

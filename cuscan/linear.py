@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _arrays, _launch, _plan, reference
-from ._arrays import Array, Call, Place
+from . import _arrays, _calls, _launch, _plan, reference
+from ._arrays import Array, Place
+from .interop import routed
 
 
+@routed
 def linear_scan(
     a: Any,
     b: Any,
@@ -102,112 +105,152 @@ def linear_scan(
     """
     reverse = _arrays.check_flag("reverse", reverse)
     return_last_state = _arrays.check_flag("return_last_state", return_last_state)
-    if b is None or _arrays.is_python_scalar(b):
-        raise TypeError(f"b must be an array, got {type(b).__name__}")
     if a is None:
         raise TypeError("a must be an array or a scalar, got None")
-    given = {"out": out, "mask": mask, "reset": reset, "cu_seqlens": cu_seqlens}
-    for name, x in given.items():
-        if _arrays.is_python_scalar(x):
-            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    call = Call(a=a, b=b, h0=h0, **given)
-    scalar_h0: complex | None = complex(h0) if _arrays.is_python_scalar(h0) else None
-    a_array, b, h0, out = (call.array(name) for name in ("a", "b", "h0", "out"))
-    marks = {name: call.array(name) for name in ("mask", "reset", "cu_seqlens")}
-    _arrays.check_marks(**marks)
+    gate, initial = (complex(x) if _arrays.is_python_scalar(x) else None for x in (a, h0))
+    arrays = (a if gate is None else None, b, h0 if initial is None else None, out, mask, reset, cu_seqlens)
+    # What is equal need not be the same: 0.0 and -0.0, 1 and True.
+    key = type(axis), axis, reverse, return_last_state, out_dtype, repr((gate, initial))
+    given = _calls.Given(_NAMES, arrays, key)
+    ready = _READY.get(given.signature)
+    if ready is None:
+        options = _Options(axis, reverse, return_last_state, out_dtype, gate, initial)
+        ready = _READY.put(given.signature, _make_ready(given, options))
+    ready.launches.check_apart(given)
+    if (offsets := given.arrays[_OFFSETS]) is not None:
+        _arrays.check_offsets(offsets, ready.length)
+    results = _run_numpy(given.arrays, ready) if given.in_numpy else ready.launches.run(given)
+    return results if return_last_state else results[0]
+
+
+_NAMES = ("a", "b", "h0", "out", "mask", "reset", "cu_seqlens")
+_OFFSETS = 6
+
+
+class _Options(NamedTuple):
+    axis: Any
+    reverse: bool
+    return_last_state: bool
+    out_dtype: Any
+    gate: complex | None  # a, if it is a scalar
+    initial: complex | None  # h0, if it is a scalar
+
+
+class _Ready(NamedTuple):
+    """What every call of a signature shares."""
+
+    launches: _calls.Launches
+    options: _Options
+    axis: int
+    length: int
+    output: np.dtype[Any]
+    states: tuple[int, ...]  # shape of what enters and leaves
+
+
+_READY: _calls.Cache[_Ready] = _calls.Cache()
+
+
+def _make_ready(given: _calls.Given, options: _Options) -> _Ready:
+    """Check what the signature tells, plan and pack."""
+    x = given.check(required=("b",))
+    a, b, h0, out = (x[name] for name in ("a", "b", "h0", "out"))
+    _arrays.check_marks(x["mask"], x["reset"], x["cu_seqlens"])
     item = _arrays.check_item("b", b, tuple(_arrays.ITEM_CODE))
-    state_item = np.dtype(_arrays.accumulation(item))
-    axis = _check_axis(axis, b)
+    state_item = _arrays.accumulation(item)
+    axis = _check_axis(options.axis, b)
     shape = tuple(b.shape)
-    rest = shape[:axis] + shape[axis + 1 :]
-    offsets = marks["cu_seqlens"]
-    states = rest if offsets is None else (len(offsets) - 1, *rest)
-
-    if a_array is None:
-        gate = complex(a)
-        if not item.startswith("complex"):
-            _real("a", gate, item)
-    else:
-        _arrays.check_same_item(("b", b), ("a", a_array))
-        a_array = _broadcast(call, "a", a_array, shape)
-    for name in ("mask", "reset"):
-        if marks[name] is not None:
-            marks[name] = _broadcast(call, name, marks[name], shape)
-    if scalar_h0 is not None and not item.startswith("complex"):
-        scalar_h0 = _real("h0", scalar_h0, item)
+    states = shape[:axis] + shape[axis + 1 :]
+    axes = "b's shape without axis"
+    if x["cu_seqlens"] is not None:
+        states, axes = (len(x["cu_seqlens"]) - 1, *states), f"sequences and {axes}"
+    if a is not None:
+        _arrays.check_same_item(("b", b), ("a", a))
+    for name in ("a", "mask", "reset"):
+        if x[name] is not None:
+            _check_broadcasts(name, x[name], shape)
+    if not item.startswith("complex"):
+        for name, scalar in (("a", options.gate), ("h0", options.initial)):
+            if scalar is not None and scalar.imag != 0:
+                raise TypeError(f"{name} is complex and b is {item}: make b complex, or {name} real")
+        if options.initial is not None:
+            options = options._replace(initial=options.initial.real)
     if h0 is not None:
-        if h0.dtype != state_item:
-            raise TypeError(
-                f"h0 must be {state_item.name}, the accumulation type of {item}, got {_arrays.item_name(h0)}"
-            )
-        axes = "b's shape without axis" if offsets is None else "sequences and b's shape without axis"
+        if _arrays.item_name(h0) != state_item:
+            raise TypeError(f"h0 must be {state_item}, the accumulation type of {item}, got {_arrays.item_name(h0)}")
         _arrays.check_shape("h0", h0, states, axes)
-    out_item = _arrays.output_item(item, out_dtype, out)
+    output = _arrays.output_item(item, options.out_dtype, out)
     if out is not None:
-        inputs = {"b": b, "a": call.array("a"), "h0": h0, **marks}
-        _arrays.check_out(out, shape, {name: x for name, x in inputs.items() if x is not None}, may_be=("b", "a"))
-    if offsets is not None:
-        _arrays.check_offsets(offsets, shape[axis])
-
-    with call.place() as place:
-        if scalar_h0 is not None:
-            h0 = (np.empty if place is None else place.allocate)(states, state_item)
-            h0[...] = scalar_h0
-        if place is None:
-            result = np.empty(shape, out_item) if out is None else out
-            last = _run_numpy(gate if a_array is None else a_array, b, h0, result, axis, reverse, marks)
-            return (result, last) if return_last_state else result
-        result = out if out is not None else place.allocate(shape, out_item)
-        last = place.allocate(states, state_item) if return_last_state else None
-        if last is not None and (offsets is not None or not b.size):
-            _arrays.assign(last, 0 if h0 is None else h0)  # what an empty sequence returns
-        if b.size:
-            a_array, b, h0, *values = _arrays.usable(place, a_array, b, h0, *marks.values())
-            target = result if _arrays.is_aligned(result) else place.allocate(shape, out_item)
-            marks = dict(zip(marks, values, strict=True))
-            _run(place, gate if a_array is None else a_array, b, h0, target, last, axis, reverse, marks)
-            if target is not result:
-                _arrays.assign(result, target)
-    return (result, last) if return_last_state else result
+        _arrays.check_out(out, shape)
+    launches = _calls.Launches.of(given, written=("out",), may_be=("b", "a"))
+    ready = _Ready(launches, options, axis, shape[axis], output, states)
+    return ready._replace(launches=launches.recorded(given, partial(_launch_all, ready=ready)))
 
 
-def _broadcast(call: Call, name: str, x: Array, shape: tuple[int, ...]) -> Array:
+def _check_broadcasts(name: str, x: Array, shape: tuple[int, ...], of: str = "b") -> None:
     try:
-        return call.xp.broadcast_to(x, shape)
+        broadcasts = np.broadcast_shapes(x.shape, shape) == shape
     except ValueError:
-        raise ValueError(f"{name} must broadcast to b's shape {shape}, got {tuple(x.shape)}") from None
+        broadcasts = False
+    if not broadcasts:
+        raise ValueError(f"{name} must broadcast to {of}'s shape {shape}, got {tuple(x.shape)}")
 
 
-def _real(name: str, value: complex, item: str) -> float:
-    """The value, which must be real."""
-    if value.imag != 0:
-        raise TypeError(f"{name} is complex and b is {item}: make b complex, or {name} real")
-    return value.real
+def _launch_all(place: Place, x: dict[str, Any], ready: _Ready) -> tuple[Array, Array | None]:
+    """Copy what kernels cannot take as it is, allocate and launch; gives the result and the last state."""
+    options, b = ready.options, x["b"]
+    state_item = np.dtype(_arrays.accumulation(_arrays.item_name(b)))
+    result = place.allocate(b.shape, ready.output) if x["out"] is None else x["out"]
+    last = place.allocate(ready.states, state_item) if options.return_last_state else None
+    h0 = x["h0"]
+    if options.initial is not None:
+        h0 = place.allocate(ready.states, state_item)
+        place.assign(h0, options.initial)
+    if last is not None and (x["cu_seqlens"] is not None or not b.size):
+        place.assign(last, 0 if h0 is None else h0)  # what an empty sequence returns
+    if b.size:
+        a, mask, reset = (_broadcast(x[name], b.shape) for name in ("a", "mask", "reset"))
+        a, b, h0, *marks = _arrays.usable(place, a, b, h0, mask, reset, x["cu_seqlens"])
+        named = dict(zip(("mask", "reset", "cu_seqlens"), marks, strict=True))
+        target = result if _arrays.is_aligned(result) else place.allocate(result.shape, ready.output)
+        _run(place, options.gate if a is None else a, b, h0, target, last, ready.axis, options.reverse, named)
+        if target is not result:
+            place.assign(result, target)
+    return result, last
 
 
-def _check_axis(axis: int | None, b: Array) -> int:
+def _broadcast(x: Array | None, shape: tuple[int, ...]) -> Array | None:
+    return None if x is None else np.broadcast_to(x, shape)
+
+
+def _check_axis(axis: int | None, x: Array, name: str = "b") -> int:
     if axis is None:
-        if b.ndim != 1:
-            raise ValueError(f"axis must be given for b of {b.ndim} dimensions; it may be left out for 1-D b only")
+        if x.ndim != 1:
+            raise ValueError(
+                f"axis must be given for {name} of {x.ndim} dimensions; it may be left out for 1-D {name} only"
+            )
         return 0
     if isinstance(axis, (bool, np.bool_)) or not isinstance(axis, (int, np.integer)):
         raise TypeError(f"axis must be an int, got {type(axis).__name__}")
-    if not -b.ndim <= axis < b.ndim:
-        raise ValueError(f"axis must be in [{-b.ndim}, {b.ndim}) for b of shape {tuple(b.shape)}, got {axis}")
-    return int(axis) % int(b.ndim)
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis must be in [{-x.ndim}, {x.ndim}) for {name} of shape {tuple(x.shape)}, got {axis}")
+    return int(axis) % int(x.ndim)
 
 
-def _run_numpy(
-    a: Any, b: Array, h0: Array | None, out: Array, axis: int, reverse: bool, marks: dict[str, Array | None]
-) -> Array:
+def _run_numpy(arrays: _calls.Arrays, ready: _Ready) -> tuple[Array, Array]:
+    a, b, h0, out, mask, reset, offsets = arrays
+    options = ready.options
     state_item = np.dtype(_arrays.accumulation(_arrays.item_name(b)))
-    if isinstance(a, complex):
-        a = np.broadcast_to(np.array(a if state_item.kind == "c" else a.real, state_item), b.shape)
-    length = b.shape[axis]
-    segments = _plan.plan_segments(b.size // length if length else 0, length)
-    return reference.linear_scan(
-        a, b, h0, out, axis=axis, reverse=reverse, accumulate=state_item, segments=segments, **marks
-    )
+    if options.gate is not None:
+        a = np.array(options.gate if state_item.kind == "c" else options.gate.real, state_item)
+    if options.initial is not None:
+        h0 = np.full(ready.states, options.initial, state_item)
+    result = np.empty(b.shape, ready.output) if out is None else out
+    last = reference.linear_scan(
+        np.broadcast_to(a, b.shape), b, h0, result, axis=ready.axis, reverse=options.reverse, accumulate=state_item,
+        segments=_plan.plan_segments(b.size // ready.length if ready.length else 0, ready.length),
+        mask=_broadcast(mask, b.shape), reset=_broadcast(reset, b.shape), cu_seqlens=offsets,
+    )  # fmt: skip
+    return result, last
 
 
 def _run(
@@ -241,7 +284,7 @@ def _run(
         target = place.allocate(b.shape, out.dtype)
         a, b, h0, *values = copies
         _run(place, a, b, h0, target, last, axis, reverse, marks | dict(zip(flags, values, strict=True)))
-        _arrays.assign(out, target)
+        place.assign(out, target)
         return
 
     item, length = _arrays.item_name(b), b.shape[axis]

@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ._plan import STATE_INTERVAL
+
 Array = NDArray[Any]
 Steps = Callable[[], Iterator[tuple[Array, Array]]]
 
@@ -265,17 +267,19 @@ def selective_scan(
     mask: Array | None = None,
     reset: Array | None = None,
     cu_seqlens: Array | None = None,
+    states: Array | None = None,
 ) -> Array:
     """Write the selective scan to `out` and return the last state (batch, channels, state).
 
     u, delta, z and out are (batch, length, channels), B and C (batch, length, groups, state) or
     (channels, state), mask and reset (batch, length). The state's work arrays are (batch, state, channels,
     segments). With cu_seqlens, batch is 1 and the first axis of h0 and the last state counts the sequences.
+    The state that enters every STATE_INTERVAL-th step is written to `states` (batch, intervals, channels, state).
     """
     batch, length, channels = u.shape
-    states = A.shape[1]
+    state = A.shape[1]
     bounds = _bounds(length, cu_seqlens, reverse=reverse)
-    last = np.zeros((len(bounds) - 1, batch, channels, states), accumulate)
+    last = np.zeros((len(bounds) - 1, batch, channels, state), accumulate)
     result = last[0, ...] if cu_seqlens is None else last[:, 0]
     if h0 is not None:
         result[...] = h0
@@ -288,7 +292,7 @@ def selective_scan(
     marks = _marks(cut, mask, reset, bounds)
     rates = A.T.astype(accumulate)[..., None]
     B_steps, C_steps = (_matrix(x, cut, channels, accumulate, reverse=reverse) for x in (B, C))
-    h = cut.empty(1, (batch, states, channels), accumulate)[0]
+    h = cut.empty(1, (batch, state, channels), accumulate)[0]
 
     def steps() -> Iterator[tuple[Array, Array]]:
         gate, drive = np.empty_like(h), np.empty_like(h)
@@ -304,12 +308,16 @@ def selective_scan(
     work = np.empty_like(h)
     by_sequence = last[:: -1 if reverse else 1].swapaxes(2, 3)
     running = _states(steps, cut, marks, h, by_sequence, enters=h0 is not None)
+    saves = _saves(cut, 0 if states is None else states.shape[1])
     for start, stop in cut.tiles():
         y = cut.empty(stop - start, (batch, channels), real)
-        for row, matrix in zip(y, C_steps(start, stop), strict=True):
+        for t, (row, matrix) in enumerate(zip(y, C_steps(start, stop), strict=True), start):
             next(running)
             np.multiply(h, matrix, out=work)
             np.add.reduce(work.real, axis=1, out=row)
+            if states is not None and t in saves:
+                for segment, interval in saves[t]:
+                    states[:, interval] = h[..., segment].swapaxes(1, 2)
         if accumulate.kind == "c":
             y *= 2
         if D is not None:
@@ -320,7 +328,29 @@ def selective_scan(
             np.copyto(y, 0, where=~cut.stage(mask, start, stop, mask.dtype)[:, :, 0])
         cut.store(y, out, start, stop)
     out[: bounds[0]] = out[bounds[-1] :] = 0
+    if states is not None:
+        entering = np.zeros_like(last) if h0 is None else h0.reshape(last.shape)
+        _begin(states, entering[:: -1 if reverse else 1], bounds, reset)
     return result
+
+
+def _saves(cut: _Cut, intervals: int) -> dict[int, list[tuple[int, int]]]:
+    """After which step of a segment the state that enters an interval is there: pairs of segment and interval."""
+    saves: dict[int, list[tuple[int, int]]] = {}
+    for interval in range(1, intervals):
+        segment, t = divmod(interval * STATE_INTERVAL - 1, cut.size)
+        saves.setdefault(t, []).append((segment, interval))
+    return saves
+
+
+def _begin(states: Array, entering: Array, bounds: list[int], reset: Array | None) -> None:
+    """Fill in what no step before leads to: h0 at a sequence's first step, 0 at a reset and outside."""
+    for (start, stop), h in zip(pairwise(bounds), entering, strict=True):
+        if start < stop and start % STATE_INTERVAL == 0:
+            states[:, start // STATE_INTERVAL] = h
+    states[:, : -(-bounds[0] // STATE_INTERVAL)] = states[:, -(-bounds[-1] // STATE_INTERVAL) :] = 0
+    if reset is not None:
+        np.copyto(states, 0, where=reset[::STATE_INTERVAL].swapaxes(0, 1))
 
 
 def _time_first(x: Array, axis: int, *, reverse: bool) -> Array:

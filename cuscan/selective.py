@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _arrays, _launch, _plan, reference
-from ._arrays import Array, Call, Place
+from . import _arrays, _calls, _launch, _plan, reference
+from ._arrays import Array, Place
 from ._plan import SelectiveKind, is_usual, states_a_thread
+from .interop import routed
 
 _AXES = {
     "bld": ("(batch, length, channels)", "(batch, length, state)", "(batch, length, groups, state)"),
@@ -17,6 +19,7 @@ _AXES = {
 }
 
 
+@routed
 def selective_scan(
     u: Any,
     delta: Any,
@@ -86,8 +89,8 @@ def selective_scan(
         cu_seqlens[i + 1] - 1, and may be empty. `h0` and the last state are (sequences, channels, state); an empty
         one returns its h0, or 0. Steps outside of all have y = 0. The offsets ascend in [0, length]: on NumPy arrays
         that is checked, on a GPU only with CUSCAN_CHECK=1 in the environment, because it costs a synchronisation.
-    return_states
-        Not supported in this version.
+    return_states : bool
+        Also return the states that `selective_scan_vjp` starts from.
     delta_limit : (float, float), optional
         Clip delta (after softplus) to this range; NaN stays NaN.
     layout : "bld" or "bdl"
@@ -103,6 +106,10 @@ def selective_scan(
         A fresh C-contiguous array of the caller's kind, or `out`.
     last_state : array (batch, channels, state)
         Only with `return_last_state`, in the accumulation type.
+    states : array (batch, ceil(length / STATE_INTERVAL), channels, state)
+        Only with `return_states`, in the accumulation type: entry k is the state that enters step k * STATE_INTERVAL,
+        counted along the (packed) time axis in the direction of the scan: h0 at a sequence's first step, zero at a
+        reset and outside of all sequences.
 
     Raises
     ------
@@ -131,47 +138,41 @@ def selective_scan(
     >>> y.shape, h.shape
     ((3, 64, 5), (3, 5, 16))
     """
-    _arrays.check_not_yet(return_states=return_states)
     delta_softplus = _arrays.check_flag("delta_softplus", delta_softplus)
     return_last_state = _arrays.check_flag("return_last_state", return_last_state)
     reverse = _arrays.check_flag("reverse", reverse)
-    if layout not in _AXES:
-        raise ValueError(f"layout must be 'bld' or 'bdl', got {layout!r}")
+    return_states = _arrays.check_flag("return_states", return_states)
+    check_layout(layout)
     limits = _arrays.check_limits("delta_limit", delta_limit)
-    given = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias, "h0": h0}
-    given |= {"mask": mask, "reset": reset, "cu_seqlens": cu_seqlens}
-    for name, x in (given | {"out": out}).items():
-        if _arrays.is_python_scalar(x) or (x is None and name in ("u", "delta", "A", "B", "C")):
-            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    call = Call(**given, out=out)
-    arrays = {name: call.array(name) for name in given}
-    out = call.array("out")
-    sizes = _check_shapes(arrays, layout)
-    kind = _check_types(arrays)
-    shape = tuple(arrays["u"].shape)
-    item = _arrays.output_item(kind.item, out_dtype, out)
-    if out is not None:
-        _arrays.check_out(out, shape, {name: x for name, x in arrays.items() if x is not None})
-    if arrays["cu_seqlens"] is not None:
-        _arrays.check_offsets(arrays["cu_seqlens"], sizes.length)
-
-    with call.place() as place:
-        options = _Options(delta_softplus, limits, reverse)
-        if place is None:
-            y = np.empty(shape, item) if out is None else out
-            last = _run_numpy(_views(arrays, layout), _time_second(y, layout), kind, sizes, options)
-            return (y, last) if return_last_state else y
-        arrays = dict(zip(arrays, _arrays.usable(place, *arrays.values()), strict=True))
-        target = out if out is not None and _arrays.is_aligned(out) else place.allocate(shape, item)
-        last = place.allocate((sizes.states, sizes.channels, sizes.state), kind.state) if return_last_state else None
-        _run(place, _views(arrays, layout), _time_second(target, layout), last, kind, sizes, options)
-        if out is not None and target is not out:
-            _arrays.assign(out, target)
-    y = target if out is None else out
-    return (y, last) if return_last_state else y
+    arrays = (u, delta, A, B, C, D, z, delta_bias, h0, mask, reset, cu_seqlens, out)
+    # 0.0 and -0.0 are equal, and not the same.
+    key = repr(limits), delta_softplus, reverse, return_last_state, return_states, out_dtype, layout
+    given = _calls.Given(_NAMES, arrays, key)
+    ready = _READY.get(given.signature)
+    if ready is None:
+        wanted = _Wanted(return_last_state, return_states, out_dtype, layout)
+        ready = _make_ready(given, Options(delta_softplus, limits, reverse), wanted)
+        _READY.put(given.signature, ready)
+    ready.launches.check_apart(given)
+    if (offsets := given.arrays[_OFFSETS]) is not None:
+        _arrays.check_offsets(offsets, ready.sizes.length)
+    if given.in_numpy:
+        results = _run_numpy(given.by_name(), ready)
+    elif ready.sizes.empty:
+        with given.current() as place:
+            results = _launch_all(place, given.by_name(), ready)
+    else:
+        results = ready.launches.run(given)
+    return results if len(results) > 1 else results[0]
 
 
-class _Sizes(NamedTuple):
+_NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "h0", "mask", "reset", "cu_seqlens", "out")
+_REQUIRED, _OFFSETS = _NAMES[:5], 11
+
+
+class Sizes(NamedTuple):
+    """What the shapes say."""
+
     batch: int
     length: int
     channels: int
@@ -179,51 +180,135 @@ class _Sizes(NamedTuple):
     groups: int
     states: int  # states that enter and leave: batch, or packed sequences
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to launch."""
+        return 0 in self[:5]
 
-class _Options(NamedTuple):
+
+class Options(NamedTuple):
+    """What is not an array."""
+
     softplus: bool
     limits: tuple[float, float] | None
     reverse: bool
 
 
-def _run_numpy(x: dict[str, Any], y: Array, kind: SelectiveKind, sizes: _Sizes, options: _Options) -> Array:
-    return reference.selective_scan(
+class _Wanted(NamedTuple):
+    last_state: bool
+    states: bool
+    out_dtype: Any
+    layout: str
+
+
+class _Ready(NamedTuple):
+    """What every call of a signature shares."""
+
+    launches: _calls.Launches
+    options: Options
+    wanted: _Wanted
+    kind: SelectiveKind
+    sizes: Sizes
+    output: np.dtype[Any]
+
+    @property
+    def saved(self) -> tuple[int, ...]:
+        """Shape of the saved states."""
+        sizes = self.sizes
+        return sizes.batch, -(-sizes.length // _plan.STATE_INTERVAL), sizes.channels, sizes.state
+
+
+_READY: _calls.Cache[_Ready] = _calls.Cache()
+
+
+def _make_ready(given: _calls.Given, options: Options, wanted: _Wanted) -> _Ready:
+    """Check what the signature tells, plan and pack."""
+    arrays = given.check(_REQUIRED)
+    sizes = check_shapes(arrays, wanted.layout)
+    kind = check_types(arrays)
+    output = _arrays.output_item(kind.item, wanted.out_dtype, arrays["out"])
+    if arrays["out"] is not None:
+        _arrays.check_out(arrays["out"], tuple(arrays["u"].shape))
+    ready = _Ready(_calls.Launches.of(given, written=("out",)), options, wanted, kind, sizes, output)
+    if sizes.empty:
+        return ready
+    return ready._replace(launches=ready.launches.recorded(given, partial(_launch_all, ready=ready)))
+
+
+def _run_numpy(x: dict[str, Any], ready: _Ready) -> tuple[Array, ...]:
+    options, wanted = ready.options, ready.wanted
+    result = np.empty(x["u"].shape, ready.output) if x["out"] is None else x["out"]
+    states = np.empty(ready.saved, ready.kind.state) if wanted.states else None
+    y: Array = time_second(result, wanted.layout)
+    x, sizes = views(x, wanted.layout), ready.sizes
+    last = reference.selective_scan(
         x["u"], x["delta"], x["A"], x["B"], x["C"], x["D"], x["z"], x["delta_bias"], x["h0"], y,
         delta_softplus=options.softplus, delta_limit=options.limits, reverse=options.reverse,
-        accumulate=np.dtype(kind.state),
+        accumulate=np.dtype(ready.kind.state),
         segments=_plan.plan_segments(sizes.batch * sizes.channels * sizes.state, sizes.length),
-        mask=x["mask"], reset=x["reset"], cu_seqlens=x["cu_seqlens"],
+        mask=x["mask"], reset=x["reset"], cu_seqlens=x["cu_seqlens"], states=states,
     )  # fmt: skip
+    return _present(result, last if wanted.last_state else None, states)
 
 
-def _run(
+def _launch_all(place: Place, x: dict[str, Any], ready: _Ready) -> tuple[Array, ...]:
+    """Copy what kernels cannot take as it is, allocate and launch; gives the results."""
+    sizes, wanted, out = ready.sizes, ready.wanted, x.pop("out")
+    x = dict(zip(x, _arrays.usable(place, *x.values()), strict=True))
+    target = out if out is not None and _arrays.is_aligned(out) else place.allocate(x["u"].shape, ready.output)
+    last, states = (
+        place.allocate(shape, ready.kind.state) if is_wanted else None
+        for is_wanted, shape in (
+            (wanted.last_state, (sizes.states, sizes.channels, sizes.state)),
+            (wanted.states, ready.saved),
+        )
+    )
+    y = time_second(target, wanted.layout)
+    run(place, views(x, wanted.layout), y, last, states, ready.kind, sizes, ready.options)
+    if out is not None and target is not out:
+        place.assign(out, target)
+    return _present(target if out is None else out, last, states)
+
+
+def _present(*results: Array | None) -> tuple[Array, ...]:
+    return tuple(x for x in results if x is not None)
+
+
+def run(
     place: Place,
     x: dict[str, Any],
     y: Array,
     last: Array | None,
+    states: Array | None,
     kind: SelectiveKind,
-    sizes: _Sizes,
-    options: _Options,
+    sizes: Sizes,
+    options: Options,
 ) -> None:
-    """Plan and launch; y and last are written."""
+    """Plan and launch; y, last and states are written."""
     size = (sizes.batch, sizes.length, sizes.channels, sizes.state, sizes.groups)
     if last is not None and (0 in size or x["cu_seqlens"] is not None):
-        _arrays.assign(last, 0 if x["h0"] is None else x["h0"])  # what an empty sequence returns
+        place.assign(last, 0 if x["h0"] is None else x["h0"])  # what an empty sequence returns
     if 0 in size:
         _stateless(x, y)
         return
-    segments = None
-    if any(x[name] is not None for name in ("mask", "reset", "cu_seqlens")):
-        mask, reset = (_flags(place, x[name], options.reverse) for name in ("mask", "reset"))
-        segments = _launch.Segments(mask, reset, x["cu_seqlens"], options.reverse)
-    kind = _oriented(kind, x["u"])
+    segments = segments_of(place, x, options.reverse)
+    kind = oriented(kind, x["u"])
     plan = _plan.plan_selective(_plan.SelectiveProblem(kind, *size), place.limits)
     call = _launch.SelectiveCall(
         kind=kind, u=x["u"], delta=x["delta"], A=x["A"], B=x["B"], C=x["C"], D=x["D"], z=x["z"],
         delta_bias=x["delta_bias"], initial=x["h0"], output=y, last=last, groups=sizes.groups,
         softplus=options.softplus, limits=options.limits, segments=segments,
+        states=states,
     )  # fmt: skip
     _launch.selective(place, plan, call, -1 if options.reverse else 1)
+
+
+def segments_of(place: Place, x: dict[str, Any], reverse: bool) -> _launch.Segments | None:
+    """What cuts the rows, if anything does."""
+    if all(x[name] is None for name in ("mask", "reset", "cu_seqlens")):
+        return None
+    mask, reset = (_flags(place, x[name], reverse) for name in ("mask", "reset"))
+    return _launch.Segments(mask, reset, x["cu_seqlens"], reverse)
 
 
 def _flags(place: Place, x: Array | None, reverse: bool) -> _launch.Rows | None:
@@ -247,14 +332,37 @@ def _stateless(x: dict[str, Any], y: Array) -> None:
         gate = x["z"].astype("float64")
         value = value * gate / (1 + np.exp(-gate))
     y[...] = value
-    if x["mask"] is not None:
-        y[~x["mask"]] = 0
-    if (offsets := x["cu_seqlens"]) is not None:
-        y[:, : int(offsets[0])] = 0
-        y[:, int(offsets[-1]) :] = 0
+    if (counts := counted(x)) is not None:
+        y[~counts] = 0
 
 
-def _check_types(arrays: dict[str, Array]) -> SelectiveKind:
+def counted(x: dict[str, Any]) -> Array | None:
+    """Whether a step (batch, length) counts: where there is a mask or an outside of all sequences."""
+    mask, offsets = x["mask"], x["cu_seqlens"]
+    if offsets is None:
+        return mask
+    counts = x["u"][..., 0].astype(bool) if mask is None else mask.copy()
+    if mask is None:
+        counts[...] = True
+    counts[:, : int(offsets[0])] = False
+    counts[:, int(offsets[-1]) :] = False
+    return counts
+
+
+def check_layout(layout: object) -> None:
+    """A name of an order of axes."""
+    if layout not in _AXES:
+        raise ValueError(f"layout must be 'bld' or 'bdl', got {layout!r}")
+
+
+def check_are_arrays(given: dict[str, Any]) -> None:
+    """Scalars are no arrays, and five of them must be there."""
+    for name, x in given.items():
+        if _arrays.is_python_scalar(x) or (x is None and name in ("u", "delta", "A", "B", "C")):
+            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+
+
+def check_types(arrays: dict[str, Array]) -> SelectiveKind:
     """The dtype rules of the docstring."""
     u = arrays["u"]
     item = _arrays.check_item("u", u, _arrays.REAL)
@@ -285,7 +393,8 @@ def _check_types(arrays: dict[str, Array]) -> SelectiveKind:
     return kind
 
 
-def _check_shapes(arrays: dict[str, Array], layout: str) -> _Sizes:
+def check_shapes(arrays: dict[str, Array], layout: str) -> Sizes:
+    """The shape rules of the docstring."""
     u, A = arrays["u"], arrays["A"]
     _arrays.check_marks(arrays["mask"], arrays["reset"], arrays["cu_seqlens"])
     sequence_axes, couple_axes, grouped_axes = _AXES[layout]
@@ -342,23 +451,23 @@ def _check_shapes(arrays: dict[str, Array], layout: str) -> _Sizes:
         groups[name] = count
     if len(set(groups.values())) > 1:
         raise ValueError(f"B and C must have the same number of groups, got {groups['B']} and {groups['C']}")
-    return _Sizes(batch, length, channels, state, groups.get("B", groups.get("C", 1)), states)
+    return Sizes(batch, length, channels, state, groups.get("B", groups.get("C", 1)), states)
 
 
-def _views(arrays: dict[str, Any], layout: str) -> dict[str, Any]:
-    """The arrays with u, delta and z as (batch, length, channels), B and C as (batch, length, groups, state)."""
-    views = {name: _time_second(arrays[name], layout) for name in ("u", "delta", "z")}
-    return arrays | views | {name: _grouped(arrays[name], layout) for name in ("B", "C")}
+def views(arrays: dict[str, Any], layout: str) -> dict[str, Any]:
+    """The arrays with those of u's shape as (batch, length, channels), B and C as (batch, length, groups, state)."""
+    sequences = {name: time_second(arrays[name], layout) for name in ("u", "delta", "z", "grad_out") if name in arrays}
+    return arrays | sequences | {name: _grouped(arrays[name], layout) for name in ("B", "C")}
 
 
-def _oriented(kind: SelectiveKind, u: Array) -> SelectiveKind:
+def oriented(kind: SelectiveKind, u: Array) -> SelectiveKind:
     """The kind whose pairs lie along the axis of u, (batch, length, channels), whose neighbours are closest."""
     length, channels = u.shape[1:]
     closer = length > 1 and (channels == 1 or abs(u.strides[1]) < abs(u.strides[2]))
     return replace(kind, time_fast=closer and is_usual(kind.item, kind.complex, kind.time_B and kind.time_C))
 
 
-def _time_second(x: Array | None, layout: str) -> Array | None:
+def time_second(x: Array | None, layout: str) -> Array | None:
     """(batch, length, channels), whatever the layout."""
     return x if x is None or layout == "bld" else x.transpose(0, 2, 1)
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-import struct
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import _arrays, _calls, _launch, _plan, reference
-from ._arrays import Array
+from ._arrays import Array, Place
 from ._plan import UpdateKind
+from .interop import routed
 
 _NAMES = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "state_batch_indices", "out")
 _REQUIRED, _INDICES, _OUT = _NAMES[:6], 9, 10
 
 
+@routed
 def selective_state_update(
     state: Any,
     x: Any,
@@ -133,28 +135,19 @@ _READY: _calls.Cache[_Ready] = _calls.Cache()
 
 
 def _update(arrays: _calls.Arrays, options: _Options) -> Any:
-    bits = options.limits and struct.pack("2d", *options.limits)  # 0.0 and -0.0 are equal, and not the same
-    given = _calls.Given(_NAMES, arrays, (options.softplus, bits, options.out_dtype), _refuse_jax)
+    key = repr(options.limits), options.softplus, options.out_dtype  # 0.0 and -0.0 are equal, and not the same
+    given = _calls.Given(_NAMES, arrays, key, _refuse_jax)
     ready = _READY.get(given.signature) or _READY.put(given.signature, _make_ready(given, options))
     ready.launches.check_apart(given)
     if given.arrays[_INDICES] is not None:
         _check_slots(given.arrays[_INDICES], ready.slots)
-    if given.in_numpy:
-        result = _run_numpy(given.arrays, ready, options)
-    elif ready.launches.copied:
-        result = ready.launches.run_on_copies(given, lambda copies: _update(copies, options))
-    else:
-        result = next(iter(ready.launches.run(given)), None)
+    result = _run_numpy(given.arrays, ready, options) if given.in_numpy else ready.launches.run(given)[0]
     return result if arrays[_OUT] is None else arrays[_OUT]
 
 
 def _make_ready(given: _calls.Given, options: _Options) -> _Ready:
     """Check what the signature tells, plan and pack."""
-    given.check_kinds()
-    arrays: dict[str, Any] = dict(zip(_NAMES, given.arrays, strict=True))
-    for name in _REQUIRED:
-        if arrays[name] is None:
-            raise TypeError(f"{name} must be an array, got NoneType")
+    arrays = given.check(_REQUIRED)
     state, x, out = arrays["state"], arrays["x"], arrays["out"]
     _check_shapes(arrays)
     kind = _check_types(arrays)
@@ -162,26 +155,31 @@ def _make_ready(given: _calls.Given, options: _Options) -> _Ready:
     shape = tuple(x.shape)
     item = _arrays.output_item(kind.item, options.out_dtype, out)
     if out is not None:
-        _arrays.check_out(out, shape, {})
-
-    fresh = [(shape, item)] if out is None else []
-    launches = _calls.Launches.of(given, changed=("state",), written=("out",), fresh=fresh)
+        _arrays.check_out(out, shape)
+    launches = _calls.Launches.of(given, changed=("state",), written=("out",))
     ready = _Ready(launches, kind, int(state.shape[0]), item)
-    if given.in_numpy or launches.copied or 0 in shape:
-        return ready
-    output = out
-    if out is None:  # of a fresh array only the type and the strides are looked at
-        output = np.lib.stride_tricks.as_strided(np.empty(1, item), shape, (shape[1] * item.itemsize, item.itemsize))
-    call = _launch.UpdateCall(
-        kind, state, x, arrays["dt"], arrays["A"], _grouped(arrays["B"]), _grouped(arrays["C"]), arrays["D"],
-        arrays["z"], arrays["dt_bias"], arrays["state_batch_indices"], output, options.softplus, options.limits,
-    )  # fmt: skip
-    call = replace(call, kind=replace(kind, vector=call.vector()))
-    plan = _plan.plan_update(_plan.UpdateProblem(call.kind, shape[0], shape[1], arrays["A"].shape[1]))
-    # What is fresh comes after the arguments.
-    indices = [None if x is None else i for i, x in enumerate(given.arrays[:_OUT])]
-    launch = _launch.update(call, plan, [*indices, len(_NAMES) if out is None else _OUT])
-    return ready._replace(launches=replace(launches, launches=(launch,)))
+    return ready._replace(launches=launches.recorded(given, partial(_launch_all, ready=ready, options=options)))
+
+
+def _launch_all(place: Place, arrays: dict[str, Any], ready: _Ready, options: _Options) -> tuple[Array]:
+    """Copy what kernels cannot take as it is, allocate and launch; gives y."""
+    x, A = arrays["x"], arrays["A"]
+    y = place.allocate(x.shape, ready.output) if arrays["out"] is None else arrays["out"]
+    if x.size:
+        output = y if _arrays.is_aligned(y) else place.allocate(x.shape, ready.output)
+        inputs = [arrays[name] for name in _NAMES if name != "out"]
+        state, x, dt, A, B, C, D, z, bias, slots = _arrays.usable(place, *inputs)
+        call = _launch.UpdateCall(
+            ready.kind, state, x, dt, A, _grouped(B), _grouped(C), D, z, bias, slots, output, options.softplus,
+            options.limits,
+        )  # fmt: skip
+        call = replace(call, kind=replace(ready.kind, vector=call.vector()))
+        plan = _plan.plan_update(_plan.UpdateProblem(call.kind, x.shape[0], x.shape[1], A.shape[1]))
+        _launch.update(place, plan, call)
+        for to, value in ((arrays["state"], state), (y, output)):
+            if to is not value:
+                place.assign(to, value)
+    return (y,)
 
 
 def _refuse_jax(arguments: dict[str, Any]) -> None:

@@ -20,6 +20,15 @@ from cuscan import _arrays, _source
 from cuscan._plan import DeviceLimits, selective_kinds
 from cuscan.testing import host
 
+# Kinds of selective_scan_vjp's kernels that a tier compiles for the CPU, by the names of their modules. All others are
+# of types and options that are here each with some other.
+QUICK_BACKWARD = ("float32", "bfloat16 segmented")
+FULL_BACKWARD = (
+    *QUICK_BACKWARD, "float32 segmented", "float32 time", "float32 time segmented", "bfloat16 time",
+    "float16 time segmented", "float64 segmented", "float32 complex segmented",
+    "float32 complex constant B constant C segmented", "bfloat16 complex segmented", "float32 constant B segmented",
+    "float32 constant C segmented", "float32 constant B constant C segmented",
+)  # fmt: skip
 H200 = DeviceLimits(architecture=90, multiprocessors=132, shared_memory=227 * 1024)
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
@@ -135,7 +144,7 @@ class _HostModules(host.HostModules):
 
     def get_function(self, source, name):
         if source.text not in self._compiled:
-            pytest.fail(f"the quick tier does not compile the module of {name}: mark the test full_on_host")
+            pytest.fail(f"this tier does not compile the module of {name}: mark the test full_on_host")
         in_background = self._compiled[source.text]
         if not in_background.cancel():  # what has not begun yet is compiled here and now
             in_background.result()
@@ -188,7 +197,7 @@ class CudaExecutor(NumpyExecutor):
         result = function(*(view(x) if isinstance(x, np.ndarray) else x for x in args), **given)
 
         def back(x):
-            if x is given.get("out"):
+            if x is not None and x is given.get("out"):
                 kwargs["out"][...] = self.get(x)
                 return kwargs["out"]
             return self.get(x) if isinstance(x, self.xp.ndarray) else x
@@ -208,15 +217,19 @@ def host_executor(request):
     except host.CompileError as error:
         pytest.skip(str(error))
     full = request.config.getoption("--full")
-    quick = [_source.marks_source()]
-    quick += [_source.linear_source(item, segmented=s) for item in ("float32", "bfloat16") for s in (False, True)]
+    every = _source.all_sources()
+    backward = [every[f"selective_scan_backward {name}"] for name in (FULL_BACKWARD if full else QUICK_BACKWARD)]
+    quick = [_source.marks_source(), _source.sum_source()]
+    for make in (_source.linear_source, _source.linear_backward_source):
+        quick += [make(item, segmented=s) for item in ("float32", "bfloat16") for s in (False, True)]
     quick += [
         _source.selective_source(kind)
         for kind in selective_kinds()
         if kind.item == "bfloat16" and not kind.complex and kind.time_B and kind.time_C
     ]
+    forward = [source for name, source in every.items() if not name.startswith("selective_scan_backward")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield HostExecutor(_HostModules(_source.all_sources().values() if full else quick, pool), every_type=full)
+        yield HostExecutor(_HostModules((forward if full else quick) + backward, pool), every_type=full)
         pool.shutdown(cancel_futures=True)
 
 

@@ -1060,7 +1060,7 @@ class RecordingPlace:
 
     def get_function(self, source, name):
         assert name in source.names
-        return lambda grid, block, arguments: self.launches.append((name, grid, block, arguments[0].tobytes()))
+        return lambda grid, block, arguments, **_: self.launches.append((name, grid, block, arguments[0].tobytes()))
 
     def allocate(self, shape, dtype):
         self.allocated.append((shape, np.dtype(dtype)))

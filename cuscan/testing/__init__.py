@@ -10,11 +10,11 @@ from . import oracle
 from .executors import Gpu, Host, Numpy
 from .laws import Monoid, affine_monoid, check_monoid, cuda_monoid, segmented_monoid
 from .oracle import assert_scan_close
-from .problems import Layout, LinearProblem, Plan, SelectiveProblem
-from .strategies import linear_problems, selective_problems
+from .problems import Layout, LinearGradientProblem, LinearProblem, Plan, SelectiveGradientProblem, SelectiveProblem
+from .strategies import gradient_problems, linear_problems, selective_problems
 
 __all__ = [
-    "Gpu", "Host", "Layout", "LinearProblem", "Monoid", "Numpy", "Plan", "SelectiveProblem", "affine_monoid",
-    "assert_scan_close", "check_monoid", "cuda_monoid", "linear_problems", "oracle", "segmented_monoid",
-    "selective_problems",
+    "Gpu", "Host", "Layout", "LinearGradientProblem", "LinearProblem", "Monoid", "Numpy", "Plan",
+    "SelectiveGradientProblem", "SelectiveProblem", "affine_monoid", "assert_scan_close", "check_monoid",
+    "cuda_monoid", "gradient_problems", "linear_problems", "oracle", "segmented_monoid", "selective_problems",
 ]  # fmt: skip

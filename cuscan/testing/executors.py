@@ -91,7 +91,7 @@ class Gpu:
                 moved[id(x)] = _copy(cupy, x)
         result = function(**{name: moved.get(id(x), x) for name, x in arguments.items()})
         if isinstance(result, tuple):
-            return tuple(cupy.asnumpy(x) for x in result)
+            return tuple(None if x is None else cupy.asnumpy(x) for x in result)
         return cupy.asnumpy(result)
 
     def launch(self, source: KernelSource, name: str, grid: Shape, block: Shape, args: Sequence[Any]) -> list[Any]:

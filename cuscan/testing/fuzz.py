@@ -39,7 +39,8 @@ def draw(seed: int, number: int) -> Any:
     source = random.Random(seed * 2**40 + number)
     draw = problems.draw_selective if source.random() < 0.5 else problems.draw_linear
     largest = source.choice((1024, 4096, 16384))  # small ones for speed, large ones for more than one tile
-    return draw(source.choice, source.randint, largest=largest)
+    problem = draw(source.choice, source.randint, largest=largest)
+    return problems.draw_gradients(source.choice, source.randint, problem) if source.random() < 0.4 else problem
 
 
 def error_of(problem: Any, executor: Executor) -> Exception | None:

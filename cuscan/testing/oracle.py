@@ -1,7 +1,8 @@
 """The recurrences as loops over scalars, in float64, and beside each value a bound on its rounding error.
 
 Everything else is tested against this module, so it is slow and plain on purpose: no array arithmetic, one
-step after the other, from the equation. Inputs count as exact: a bfloat16 is a float64 too.
+step after the other, from the equation. Inputs count as exact: a bfloat16 is a float64 too. Gradients come as values
+alone.
 
 Where the bound comes from
 --------------------------
@@ -45,13 +46,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Scan", "assert_scan_close", "linear_scan", "selective_scan"]
+__all__ = [
+    "Scan", "assert_scan_close", "linear_scan", "linear_scan_vjp", "selective_scan", "selective_scan_vjp",
+]  # fmt: skip
 
 FUNCTION = 4  # eps of an exp, log1p or reciprocal that is right to 2 units in the last place
 
@@ -82,6 +85,7 @@ class _State(NamedTuple):
 
 
 _ZERO = _State(0.0, 0.0, 0.0, 0.0)
+_NO_LIMIT = (-math.inf, math.inf)
 
 
 def _arithmetic(eps: float, length: int, *, is_complex: bool) -> _Arithmetic:
@@ -276,7 +280,7 @@ def selective_scan(
     start = None if h0 is None else _exact(h0)
     kind = np.result_type(A_, B_.array, C_.array, np.float64 if start is None else start)
     arithmetic = _arithmetic(eps, length, is_complex=kind.kind == "c")
-    limit = (-math.inf, math.inf) if delta_limit is None else delta_limit
+    limit = _NO_LIMIT if delta_limit is None else delta_limit
     bias = None if delta_bias is None else _exact(delta_bias).tolist()
     skip = [None] * channels if D is None else _exact(D).tolist()
 
@@ -318,6 +322,218 @@ def selective_scan(
             final = [each or _ZERO for each in state]
             last[s, d], last_bound[s, d] = [each.h for each in final], [_bound(each, arithmetic) for each in final]
     return Scan(_caller_order(value, layout), _caller_order(bound, layout), last, last_bound)
+
+
+def linear_scan_vjp(
+    a: ArrayLike,
+    h: ArrayLike,
+    grad_h: ArrayLike | None = None,
+    h0: ArrayLike | None = None,
+    *,
+    grad_last_state: ArrayLike | None = None,
+    axis: int = -1,
+    reverse: bool = False,
+    mask: ArrayLike | None = None,
+    reset: ArrayLike | None = None,
+    cu_seqlens: ArrayLike | None = None,
+) -> dict[str, NDArray[Any]]:
+    """The gradients of a loss with respect to a, b and h0, from that with respect to h and the last state.
+
+    g[t], the gradient with respect to h[t], is grad_h[t], plus grad_last_state at the end, plus what h[t] does to
+    h[t+1], which is conj(a[t+1]) g[t+1]. Then b[t] has g[t] and a[t] has g[t] conj(h[t-1]). A complex gradient is
+    twice that with respect to the conjugate.
+
+    Parameters
+    ----------
+    a, h : array_like
+        Gates, broadcast to the shape of h, and states, those that :func:`linear_scan` gives.
+    grad_h, grad_last_state : array_like, optional
+        Of the shapes of h and of the last state.
+    h0, axis, reverse, mask, reset, cu_seqlens
+        As :func:`linear_scan` takes them.
+
+    Returns
+    -------
+    dict
+        "a" of the shape of a, "b" of that of h and, with h0, "h0" of that of the last state: float64 or complex128.
+    """
+    states = _exact(h)
+    arrays = (
+        np.broadcast_to(_exact(a), states.shape),
+        states,
+        np.zeros(states.shape) if grad_h is None else _exact(grad_h),
+        _flags(mask, states.shape, absent=True),
+        _flags(reset, states.shape, absent=False),
+    )
+    gates, states, received, counts, resets = (np.moveaxis(x, axis, -1) for x in arrays)
+    rows, length = states.shape[:-1], states.shape[-1]
+    spans = _spans(cu_seqlens, length)
+    start, ending = (
+        None if x is None else np.broadcast_to(_exact(x), (len(spans), *rows)) for x in (h0, grad_last_state)
+    )
+    kind = np.result_type(*(x for x in (gates, states, received, start, ending) if x is not None))
+    grad_a, grad_b = np.zeros((2, *states.shape), kind)
+    grad_h0 = np.zeros((len(spans), *rows), kind)
+    for row in np.ndindex(rows):
+        for s, (begin, end) in enumerate(spans):
+            g: Any = 0.0 if ending is None else ending[(s, *row)].item()
+            before: int | None = None
+            for t in _steps(begin, end, reverse=not reverse):
+                at = (*row, t)
+                before = t + 1 if reverse else t - 1
+                entering = states[(*row, before)].item() if begin <= before < end else None
+                if entering is None and start is not None:
+                    entering = start[(s, *row)].item()
+                if resets[at]:
+                    entering = None
+                g += received[at].item()
+                if counts[at]:
+                    grad_b[at] = g
+                    if entering is not None:
+                        grad_a[at] = g * entering.conjugate()
+                    g *= gates[at].item().conjugate()
+                if entering is None:
+                    g = 0.0
+            grad_h0[(s, *row)] = g
+    gradients = {"a": _summed(np.moveaxis(grad_a, -1, axis), np.shape(a)), "b": np.moveaxis(grad_b, -1, axis)}
+    if h0 is not None:
+        gradients["h0"] = grad_h0[0] if cu_seqlens is None else grad_h0
+    return gradients
+
+
+def _summed(x: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """The sum over the axes along which an array of `shape` was broadcast."""
+    wide = (1,) * (x.ndim - len(shape)) + shape
+    axes = tuple(d for d in range(x.ndim) if wide[d] == 1)
+    total: NDArray[Any] = x.sum(axis=axes, keepdims=True).reshape(shape)
+    return total
+
+
+def selective_scan_vjp(
+    u: ArrayLike,
+    delta: ArrayLike,
+    A: ArrayLike,
+    B: ArrayLike,
+    C: ArrayLike,
+    D: ArrayLike | None = None,
+    z: ArrayLike | None = None,
+    delta_bias: ArrayLike | None = None,
+    delta_softplus: bool = False,
+    *,
+    grad_out: ArrayLike | None = None,
+    grad_last_state: ArrayLike | None = None,
+    h0: ArrayLike | None = None,
+    reverse: bool = False,
+    mask: ArrayLike | None = None,
+    reset: ArrayLike | None = None,
+    cu_seqlens: ArrayLike | None = None,
+    delta_limit: tuple[float, float] | None = None,
+    layout: str = "bld",
+) -> dict[str, NDArray[Any]]:
+    """The gradients of a loss with respect to every input, from that with respect to y and the last state.
+
+    With d the delta that is used, y0 the y before it is gated, g[t] the gradient with respect to h[t], and p[t] that
+    with respect to the h[t-1] that enters step t:
+
+        dy = grad_out silu(z)        of z: grad_out y0 silu'(z)        of D: sum of dy u
+        g[t] = C dy + p[t+1], with grad_last_state for p[t+1] at the end        p[t] = conj(exp(d A)) g[t]
+        of C: dy conj(h[t])        of B: g d u        of u: sum over n of conj(B) g d + dy D
+        q = p conj(h[t-1])        of A: sum of d q        of d: sum over n of conj(A) q + conj(B) g u
+
+    With a complex A, B or C, the gradients with respect to them and h0 are twice those with respect to their
+    conjugates, dy is 2 dy beside a C and an h, and only the real part of a sum over n counts. The gradient with respect
+    to delta is 0 where delta_limit changed it, and where it met a NaN.
+
+    Parameters
+    ----------
+    u, delta, A, B, C, D, z, delta_bias, delta_softplus, h0, reverse, mask, reset, cu_seqlens, delta_limit, layout
+        As :func:`selective_scan` takes them.
+    grad_out, grad_last_state : array_like, optional
+        Of the shapes of u and of the last state.
+
+    Returns
+    -------
+    dict
+        The gradient with respect to each array that was given, of its shape and by its name: float64 or complex128.
+    """
+    u_, delta_ = (_time_second(_exact(x), layout) for x in (u, delta))
+    received = np.zeros(u_.shape) if grad_out is None else _time_second(_exact(grad_out), layout)
+    gate_ = None if z is None else _time_second(_exact(z), layout)
+    A_ = _exact(A)
+    channels, states = A_.shape
+    batch, length, _ = u_.shape
+    B_, C_ = (_Matrix(_exact(x), layout, channels) for x in (B, C))
+    start, ending = (None if x is None else _exact(x) for x in (h0, grad_last_state))
+    kind = np.result_type(*(x for x in (A_, B_.array, C_.array, start, ending) if x is not None))
+    twice = 2 if kind.kind == "c" else 1
+    arithmetic = _arithmetic(0.0, length, is_complex=kind.kind == "c")
+    bias = None if delta_bias is None else _exact(delta_bias)
+    skip = None if D is None else _exact(D)
+    counts = _flags(mask, (batch, length), absent=True).tolist()
+    resets = _flags(reset, (batch, length), absent=False).tolist()
+    spans = _spans(cu_seqlens, length)
+    sequences = [(i, *span) for i in range(batch) for span in spans]
+
+    grad_u, grad_delta, grad_z = np.zeros((3, *u_.shape))
+    grad_D, grad_bias = np.zeros((2, channels))
+    grad_A, grad_h0 = np.zeros(A_.shape, kind), np.zeros((len(sequences), channels, states), kind)
+    grad_B, grad_C = (np.zeros(x.shape, kind) for x in (B_, C_))
+    for (s, (i, begin, end)), d in product(enumerate(sequences), range(channels)):
+        rates = A_[d].tolist()
+        entering: dict[int, list[Any] | None] = {}  # None where nothing enters
+        left: dict[int, list[Any]] = {}
+        h: list[Any] | None = None if start is None else start[s, d].tolist()
+        for t in _steps(begin, end, reverse=reverse):
+            entering[t] = h = None if resets[i][t] else h
+            if counts[i][t]:
+                x = delta_[i, t, d].item()
+                shift = None if bias is None else bias[d].item()
+                step, _ = _delta(x, shift, delta_softplus, delta_limit or _NO_LIMIT, arithmetic)
+                inputs = [step * B_.row(i, t, d)[n] * u_[i, t, d].item() for n in range(states)]
+                h = inputs if h is None else [_exp(step * rates[n]) * h[n] + inputs[n] for n in range(states)]
+            left[t] = h = [0.0] * states if h is None else h
+
+        p: list[Any] = [0.0] * states if ending is None else ending[s, d].tolist()
+        for t in _steps(begin, end, reverse=not reverse):
+            before = entering[t]
+            if counts[i][t]:
+                at = (i, t, d)
+                drive, dy = u_[at].item(), received[at].item()
+                B_row, C_row = B_.row(i, t, d), C_.row(i, t, d)
+                if gate_ is not None:
+                    sigmoid = 1 / (1 + _exp(-gate_[at].item()))
+                    y0 = twice * sum(C_row[n] * left[t][n] for n in range(states)).real
+                    y0 += 0.0 if skip is None else skip[d].item() * drive
+                    grad_z[at] = dy * y0 * sigmoid * (1 + gate_[at].item() * (1 - sigmoid))
+                    dy *= gate_[at].item() * sigmoid
+                x = delta_[at].item() + (0.0 if bias is None else bias[d].item())
+                unlimited, _ = _delta(x, None, delta_softplus, _NO_LIMIT, arithmetic)
+                step, _ = _delta(x, None, delta_softplus, delta_limit or _NO_LIMIT, arithmetic)
+                of_u = 0.0 if skip is None else dy * skip[d].item()
+                of_step = 0.0
+                for n in range(states):
+                    g = p[n] + twice * dy * C_row[n].conjugate()
+                    p[n] = 0.0 if before is None else _exp(step * rates[n]).conjugate() * g
+                    q = 0.0 if before is None else p[n] * before[n].conjugate()
+                    C_.add(grad_C, i, t, d, n, twice * dy * left[t][n].conjugate())
+                    B_.add(grad_B, i, t, d, n, g * step * drive)
+                    grad_A[d, n] += step * q
+                    of_u += step * (B_row[n].conjugate() * g).real
+                    of_step += (rates[n].conjugate() * q + B_row[n].conjugate() * g * drive).real
+                grad_u[at] = of_u
+                grad_D[d] += dy * drive
+                if delta_limit is None or delta_limit[0] <= unlimited <= delta_limit[1]:
+                    grad_delta[at] = of_step / (1 + _exp(-x)) if delta_softplus else of_step
+                grad_bias[d] += grad_delta[at]
+            if before is None:
+                p = [0.0] * states
+        grad_h0[s, d] = p
+    grads = {"A": grad_A, "B": B_.caller_order(grad_B, layout), "C": C_.caller_order(grad_C, layout), "D": grad_D}
+    grads |= {"u": grad_u, "delta": grad_delta, "z": grad_z}
+    grads |= {name: _caller_order(grads[name], layout) for name in ("u", "delta", "z")}
+    grads |= {"delta_bias": grad_bias, "h0": grad_h0}
+    absent = {name for name, x in (("D", D), ("z", z), ("delta_bias", delta_bias), ("h0", h0)) if x is None}
+    return {name: x for name, x in grads.items() if name not in absent}
 
 
 def _selective_step(
@@ -408,11 +624,22 @@ class _Matrix:
         if not self.constant:
             array = array if layout == "bld" else np.moveaxis(array, -1, 1)
             self.per_group = channels // array.shape[2]
+        self.shape = array.shape
         self.rows = array.tolist()
 
     def row(self, i: int, t: int, d: int) -> list[Any]:
         row: list[Any] = self.rows[d] if self.constant else self.rows[i][t][d // self.per_group]
         return row
+
+    def add(self, total: NDArray[Any], i: int, t: int, d: int, n: int, x: Any) -> None:
+        """Add to the item of `total`, of `shape`, that is the n-th of row(i, t, d)."""
+        total[(d, n) if self.constant else (i, t, d // self.per_group, n)] += x
+
+    def caller_order(self, x: NDArray[Any], layout: str) -> NDArray[Any]:
+        """An array of `shape` in the order and shape of `array`."""
+        if not self.constant and layout == "bdl":
+            x = np.moveaxis(x, 1, -1)
+        return x.reshape(self.array.shape)
 
 
 def _exact(x: ArrayLike) -> NDArray[Any]:

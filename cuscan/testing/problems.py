@@ -5,6 +5,8 @@ every schedule gives the same numbers; a gate of 0 is rare, because it hides wha
 with the bound of `oracle`; of these, "nan" have one NaN in them, which must not leave its row.
 
 With a mask, reset or cu_seqlens, half of the seeds put NaN wherever the result may not depend on what is there.
+
+Problems of gradients are made of those of the scans.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from cuscan import _plan
 from cuscan._arrays import COMPLEX, REAL, _dtype, accumulation, item_name
 
 from . import _bounds
+from ._bounds import Bounded, _spans_in_turn
 from .executors import Executor
 from .oracle import Scan, assert_scan_close
 
@@ -117,6 +120,8 @@ class Plan(_Short):
         One of `cuscan._plan.selective_tiles`.
     segments : int, optional
         Of the NumPy path.
+    parts : int, optional
+        Parts of the batch, in selective_scan_vjp.
     """
 
     schedule: str | None = None
@@ -126,6 +131,7 @@ class Plan(_Short):
     warps: int | None = None
     tile: _plan.SelectiveTile | None = None
     segments: int | None = None
+    parts: int | None = None
 
     def forced(self) -> AbstractContextManager[None]:
         """A block in which plans are made like this."""
@@ -153,13 +159,63 @@ def _same_numbers(x: Array, y: Array) -> bool:
     return x.dtype == y.dtype and np.array_equal(x, y, equal_nan=True)
 
 
-class _Problem(_Short):
-    """What the problems of both functions share."""
+class _Checked(_Short):
+    """A call with results that are known."""
+
+    values: str
+    out: Any = None
+    plans: tuple[Plan, ...]
+    function: Callable[..., Any]
+    _summed = False  # whether results are sums that exact values can be too large for
+
+    def arguments(self) -> dict[str, Any]:
+        """The call's keyword arguments, with NumPy arrays; those that are not `out` are read-only."""
+        raise NotImplementedError
+
+    def _results(self, arguments: dict[str, Any]) -> dict[str, Bounded]:
+        """What the call gives, in order."""
+        raise NotImplementedError
+
+    def run(self, executor: Executor, plan: Plan = Plan(), arguments: dict[str, Any] | None = None) -> list[Array]:
+        """The call's results as NumPy arrays, computed by `executor` (see `executors`) with `plan` forced."""
+        with plan.forced():
+            results = executor(self.function, self.arguments() if arguments is None else arguments)
+        return [np.asarray(x) for x in (results if isinstance(results, tuple) else (results,)) if x is not None]
+
+    def check(self, executor: Executor) -> None:
+        """Run under every plan and compare with the expected values; on exact values bit for bit.
+
+        Raises
+        ------
+        AssertionError
+            A value is further off than its bound, or on exact values not the expected one rounded once, or two plans
+            differ; zeros of both signs are equal.
+        """
+        arguments = self.arguments()
+        expected = self._results(arguments)
+        first: list[Array] | None = None
+        for plan in self.plans:
+            # `out` may be an input, which the call before has overwritten.
+            results = self.run(executor, plan, arguments if self.out is None or first is None else None)
+            if self.values == "exact" and first is not None and not self._summed:
+                if not all(map(_same_numbers, results, first)):
+                    raise AssertionError(f"{self.plans[0]} and {plan} differ on exact values")
+                continue
+            for x, (name, (value, bound)) in zip(results, expected.items(), strict=True):
+                try:
+                    assert_scan_close(x, value, bound + _flushed(x))
+                    if self.values == "exact" and not bound.any():
+                        _assert_rounded(x, value)
+                except AssertionError as error:
+                    raise AssertionError(f"{name} under {plan}: {error}") from None
+            first = first or results
+
+
+class _Problem(_Checked):
+    """What the problems of both scans share."""
 
     seed: int
     dtype: str
-    values: str
-    out: Any
     h0: Layout | None
     mask: Layout | None
     reset: Layout | None
@@ -167,12 +223,7 @@ class _Problem(_Short):
     lengths: tuple[int, ...]
     head: int
     offsets: str
-    plans: tuple[Plan, ...]
-    function: Callable[..., Any]
-
-    def arguments(self) -> dict[str, Any]:
-        """The call's keyword arguments, with NumPy arrays; those that are not `out` are read-only."""
-        raise NotImplementedError
+    last: bool
 
     def _scan(self, arguments: dict[str, Any]) -> Scan:
         raise NotImplementedError
@@ -197,7 +248,7 @@ class _Problem(_Short):
             given["cu_seqlens"] = self.cu_seqlens.place(offsets, offsets.shape)
         return given
 
-    def _unread(self, shape: tuple[int, ...], time: int, segments: dict[str, Array | None]) -> Array | None:
+    def unread(self, shape: tuple[int, ...], time: int, segments: dict[str, Array | None]) -> Array | None:
         """Steps of which nothing is read, as an array of `shape`, for half of the seeds with any of `segments`."""
         if all(x is None for x in segments.values()) or np.random.default_rng((self.seed, 3)).random() < 0.5:
             return None
@@ -216,39 +267,10 @@ class _Problem(_Short):
         """
         return self._scan(self.arguments() if arguments is None else arguments)
 
-    def run(self, executor: Executor, plan: Plan = Plan(), arguments: dict[str, Any] | None = None) -> list[Array]:
-        """The call's results as NumPy arrays, computed by `executor` (see `executors`) with `plan` forced."""
-        with plan.forced():
-            results = executor(self.function, self.arguments() if arguments is None else arguments)
-        return [np.asarray(x) for x in (results if isinstance(results, tuple) else (results,))]
-
-    def check(self, executor: Executor) -> None:
-        """Run under every plan and compare with the expected values; on exact values bit for bit.
-
-        Raises
-        ------
-        AssertionError
-            A value is further off than its bound, or on exact values not the expected one rounded once, or two plans
-            differ; zeros of both signs are equal.
-        """
-        arguments = self.arguments()
-        expected = self.expected(arguments)
-        first: list[Array] | None = None
-        for plan in self.plans:
-            # `out` may be an input, which the call before has overwritten.
-            results = self.run(executor, plan, arguments if self.out is None or first is None else None)
-            if self.values == "exact" and first is not None:
-                if not all(map(_same_numbers, results, first)):
-                    raise AssertionError(f"{self.plans[0]} and {plan} differ on exact values")
-                continue
-            try:
-                for x, value, bound in zip(results, expected[::2], expected[1::2], strict=False):
-                    assert_scan_close(x, value, bound + _flushed(x))
-                    if self.values == "exact" and not bound.any():
-                        _assert_rounded(x, value)
-            except AssertionError as error:
-                raise AssertionError(f"under {plan}: {error}") from None
-            first = first or results
+    def _results(self, arguments: dict[str, Any]) -> dict[str, Bounded]:
+        scan = self.expected(arguments)
+        results = {"the result": Bounded(scan.value, scan.bound)}
+        return results | ({"the last state": Bounded(scan.last, scan.last_bound)} if self.last else {})
 
     def simpler(self) -> Iterator[Any]:
         """Problems with one thing less each; some may not be valid calls."""
@@ -374,7 +396,7 @@ class LinearProblem(_Problem):
         is_complex = state.kind == "c"
         rest = self.shape[: self.axis] + self.shape[self.axis + 1 :]
         segments = self._segments(self.shape, self.axis)
-        unread = self._unread(self.shape, self.axis, segments)
+        unread = self.unread(self.shape, self.axis, segments)
         gates_unread = None if unread is None else self._gates_unread(unread, segments)
         sequences = () if self.cu_seqlens is None else (len(self.lengths),)
 
@@ -480,8 +502,8 @@ class SelectiveProblem(_Problem):
     lengths, head, offsets
         The sequences' lengths, the steps before the first, and the dtype of cu_seqlens. What is past the end of time is
         cut off.
-    softplus, limit, reverse, last
-        Options of the call; softplus only on real values.
+    softplus, limit, reverse, last, states
+        Options of the call; softplus only on real values. The last two are what is returned.
     out : Layout, optional
         An array to write to.
     out_dtype : str, optional
@@ -522,29 +544,30 @@ class SelectiveProblem(_Problem):
     limit: tuple[float, float] | None = None
     reverse: bool = False
     last: bool = True
+    states: bool = False
     out: Layout | None = None
     out_dtype: str | None = None
     plans: tuple[Plan, ...] = (Plan(),)
     function = staticmethod(cuscan.selective_scan)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, big_rate: float = BIG_RATE) -> dict[str, Any]:
         """The call's keyword arguments, with NumPy arrays; those that are not written to are read-only."""
         random = np.random.default_rng(self.seed)
         exact = self.values == "exact"
         wide_range = 20 if random.random() < 0.2 else 1  # where exp, softplus and silu are small or turn often
         item, parameter = _dtype(self.dtype), np.dtype(_dtype(self.parameters))
         state = np.dtype("complex64" if self.complex else accumulation(self.dtype))
-        sequence = self._ordered(self.length, self.channels)
+        sequence = self.ordered(self.length, self.channels)
         draw = _integers if exact else _normal
         segments = self._segments((self.batch, self.length), 1)
-        unread = self._unread((self.batch, self.length), 1, segments)
+        unread = self.unread((self.batch, self.length), 1, segments)
         sequences = self.batch if self.cu_seqlens is None else len(self.lengths)
 
         def hide(values: Array) -> Array:
             """Of an array that varies in time."""
             if unread is None:
                 return values
-            return _hide(values, unread.reshape(self._ordered(self.length, *(1,) * (values.ndim - 2))))
+            return _hide(values, unread.reshape(self.ordered(self.length, *(1,) * (values.ndim - 2))))
 
         def wide(name: str) -> Any:
             return state if self.complex and name in "BC" else np.dtype(np.float32) if name in self.wide else item
@@ -553,7 +576,7 @@ class SelectiveProblem(_Problem):
             shape: tuple[int, ...] = (self.channels, self.state)
             if name not in self.constant:
                 groups = () if self.groups is None else (self.groups,)
-                shape = self._ordered(self.length, *groups, self.state)
+                shape = self.ordered(self.length, *groups, self.state)
             values = draw(random, layout.inner(shape), self.complex, most=3)
             return layout.place((values if name in self.constant else hide(values)).astype(wide(name)), shape)
 
@@ -582,7 +605,7 @@ class SelectiveProblem(_Problem):
                 delta = np.asarray(
                     delta - np.broadcast_to(bias_.astype(np.float64), sequence)[tuple(map(slice, inner))]
                 )
-            rates = (random.random(self.A.inner((self.channels, self.state))) < 0.7) * BIG_RATE
+            rates = (random.random(self.A.inner((self.channels, self.state))) < 0.7) * big_rate
         else:
             delta = random.normal(-2, 3 * wide_range, inner) if self.softplus else random.random(inner) ** 3
             rates = -np.exp(random.normal(0, 1.5, self.A.inner((self.channels, self.state))))
@@ -612,15 +635,28 @@ class SelectiveProblem(_Problem):
             out = self.out.place(np.zeros(sequence, _dtype(self.out_dtype or self.dtype)), sequence)
         return {
             **given, "delta_softplus": self.softplus, "delta_limit": self.limit, "reverse": self.reverse,
-            "layout": self.layout, "return_last_state": self.last, "out": out, "out_dtype": self.out_dtype,
+            "layout": self.layout, "return_last_state": self.last, "return_states": self.states,
+            "out": out, "out_dtype": self.out_dtype,
         }  # fmt: skip
 
-    def _ordered(self, length: int, *features: int) -> tuple[int, ...]:
+    def ordered(self, length: int, *features: int) -> tuple[int, ...]:
+        """Sizes of axes as the layout has them."""
         return (self.batch, length, *features) if self.layout == "bld" else (self.batch, *features, length)
 
     def _scan(self, arguments: dict[str, Any]) -> Scan:
-        given = {name: x for name, x in arguments.items() if name not in ("return_last_state", "out", "out_dtype")}
-        return _bounds.selective_scan(**given, eps=_eps(self.dtype), exact=self.values == "exact")
+        return _bounds.selective_scan(**self._inputs(arguments))
+
+    def _results(self, arguments: dict[str, Any]) -> dict[str, Bounded]:
+        results = super()._results(arguments)
+        return results | ({"states": _bounds.selective_states(**self._inputs(arguments))} if self.states else {})
+
+    def _inputs(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        given = {name: x for name, x in arguments.items() if name not in _OUTPUTS}
+        return given | {"eps": _eps(self.dtype), "exact": self.values == "exact"}
+
+    def _without(self, name: str, default: Any) -> Any:
+        less = super()._without(name, default)
+        return replace(less, softplus=False, limit=None) if name == "values" else less  # else nothing is exact
 
     def _smaller(self) -> Iterator[SelectiveProblem]:
         names = ("batch", "length", "channels", "state")
@@ -633,8 +669,215 @@ class SelectiveProblem(_Problem):
             yield replace(self, groups=1, channels=self.channels // self.groups)
 
 
+_OUTPUTS = ("return_last_state", "return_states", "out", "out_dtype")
+
+
 def _eps(dtype: str) -> float:
     return 2.0**-53 if dtype in ("float64", "complex128") else 2.0**-24
+
+
+# --- gradients ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class _Gradients(_Checked):
+    """What the problems of both functions' gradients share: their attributes."""
+
+    of: Any
+    grad: Layout | None = Layout()
+    grad_last: Layout | None = None
+    saved: Layout | None = None
+    wide: tuple[str, ...] = ()
+    grad_dtype: str | None = None
+    _summed = True
+
+    @property
+    def values(self) -> str:  # type: ignore[override]
+        """Those of the scan."""
+        return str(self.of.values)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:  # type: ignore[override]
+        """Those of the scan."""
+        plans: tuple[Plan, ...] = self.of.plans
+        return plans
+
+    def expected(self, arguments: dict[str, Any] | None = None) -> dict[str, Bounded]:
+        """The gradients in float64, by their inputs' names, and their bounds.
+
+        On exact values these are 0 where no sum is too large to be exact; of selective_scan, without z.
+        """
+        given = self.arguments() if arguments is None else arguments
+        given = {name: x for name, x in given.items() if name not in ("states", "grad_dtype")}
+        known = getattr(_bounds, self.function.__name__)
+        gradients: dict[str, Bounded] = known(**given, eps=_eps(self.of.dtype), exact=self.of.values == "exact")
+        return gradients
+
+    def _draw(
+        self, random: np.random.Generator, layout: Layout | None, shape: tuple[int, ...], kind: Any, hidden: Any = None
+    ) -> Array | None:
+        if layout is None:
+            return None
+        draw = _integers if self.values == "exact" else _normal
+        values = _hide(draw(random, layout.inner(shape), np.dtype(kind).kind == "c", most=3), hidden)
+        x = layout.place(values.astype(kind), shape)
+        if hidden is not None or self.values != "nan" or not x.size or random.random() < 0.5:
+            return x
+        x = x.copy() if not x.flags.writeable else x
+        x[tuple(random.integers(0, x.shape))] = np.nan
+        return x
+
+    def simpler(self) -> Iterator[Any]:
+        """Problems with one thing less each; some may not be valid calls."""
+        for of in self.of.simpler():
+            less = replace(self, of=of)
+            if self._axes(of) != self._axes(self.of):
+                less = replace(less, **{name: _plain(getattr(self, name)) for name in ("grad", "grad_last", "saved")})
+            yield less
+        for each in fields(self):
+            x = getattr(self, each.name)
+            for other in (each.default, _plain(x)) if each.name != "of" else ():
+                change: dict[str, Any] = {each.name: other}
+                if x != other:
+                    yield replace(self, **change)
+
+    @staticmethod
+    def _axes(of: Any) -> tuple[int, bool]:
+        return (len(of.shape) if isinstance(of, LinearProblem) else 3), of.cu_seqlens is None
+
+    def kinds(self) -> list[str]:
+        """What this problem covers, for a record."""
+        own = [each.name for each in fields(self) if each.name != "of" and getattr(self, each.name) != each.default]
+        return [*self.of.kinds(), *own]
+
+
+@dataclass(frozen=True, repr=False)
+class LinearGradientProblem(_Gradients):
+    """A call of `cuscan.linear_scan_vjp`.
+
+    Attributes
+    ----------
+    of : LinearProblem
+        The call whose gradients these are; `check` runs them with its plans. What it says about results is not read.
+    grad, grad_last : Layout, optional
+        Gradients of h and of the last state, of which one is there.
+    saved : Layout, optional
+        h.
+    wide : tuple of {"grad", "saved"}
+        Which of the gradient of h and h have the accumulation type.
+    grad_dtype : str, optional
+        Dtype of the gradients of real inputs.
+    """
+
+    of: LinearProblem
+
+    @property
+    def function(self) -> Callable[..., Any]:  # type: ignore[override]
+        """What is called."""
+        return cuscan.linear_scan_vjp
+
+    def arguments(self) -> dict[str, Any]:
+        """The call's keyword arguments, with NumPy arrays, all read-only."""
+        of, random = self.of, np.random.default_rng((self.of.seed, 5))
+        given = {name: x for name, x in of.arguments().items() if name not in _OUTPUTS}
+        segments = {name: given[name] for name in ("mask", "reset", "cu_seqlens")}
+        item, state = _dtype(of.dtype), np.dtype(accumulation(of.dtype))
+        outside, unread = None, None
+        if of.unread(of.shape, of.axis, segments) is not None:
+            outside, unread = self._states_unread(segments)
+        saved = self.saved or Layout()
+        kinds = [state if name in self.wide else item for name in ("grad", "saved")]
+        h = cuscan.linear_scan(**given, out_dtype=state)
+        del given["b"]
+        if isinstance(given["a"], np.ndarray) and random.random() < 0.5:
+            given["a"] = _compact(given["a"])
+        rest = of.shape[: of.axis] + of.shape[of.axis + 1 :]
+        sequences = () if of.cu_seqlens is None else (len(of.lengths),)
+        with np.errstate(over="ignore"):
+            given["h"] = saved.place(_hide(h, unread).astype(kinds[1]), of.shape)
+        given["grad_h"] = self._draw(random, self.grad, of.shape, kinds[0], outside)
+        given["grad_last_state"] = self._draw(random, self.grad_last, (*sequences, *rest), state)
+        return _read_only({**given, "grad_dtype": self.grad_dtype})
+
+    def _states_unread(self, segments: dict[str, Array | None]) -> tuple[Array, Array]:
+        """Steps outside of all sequences, and those whose state no other step's gradient is made of."""
+        of, (mask, reset, offsets) = self.of, segments.values()
+        turn = slice(None, None, -1 if of.reverse else 1)
+        inside, read = np.zeros((2, *of.shape), np.bool_)
+        inside_, read_ = (np.moveaxis(x, of.axis, 0)[turn] for x in (inside, read))
+        for begin, end in _spans_in_turn(offsets, of.shape[of.axis], reverse=of.reverse):
+            inside_[begin:end] = True
+            read_[begin : max(begin, end - 1)] = True
+        for flags in (mask, None if reset is None else ~reset):
+            if flags is not None:
+                read_[:-1] &= np.moveaxis(np.broadcast_to(flags, of.shape), of.axis, 0)[turn][1:]
+        return ~inside, ~read
+
+    def _results(self, arguments: dict[str, Any]) -> dict[str, Bounded]:
+        gradients = self.expected(arguments)
+        there = {name: arguments[name] is not None for name in ("a", "h0")}
+        there |= {"a": isinstance(arguments["a"], np.ndarray), "b": True}
+        return {name: gradients[name] for name in ("a", "b", "h0") if there[name]}
+
+
+@dataclass(frozen=True, repr=False)
+class SelectiveGradientProblem(_Gradients):
+    """A call of `cuscan.selective_scan_vjp`.
+
+    Attributes
+    ----------
+    of : SelectiveProblem
+        The call whose gradients these are; `check` runs them with its plans. What it says about results is not read.
+        On exact values its rates are nearer to 0, so that more sums are exact.
+    grad, grad_last : Layout, optional
+        Gradients of y and of the last state, of which one is there.
+    saved : Layout, optional
+        The states that the scan saves; None has them computed again.
+    wide : tuple of {"grad"}
+        Whether the gradient of y has the accumulation type.
+    grad_dtype : str, optional
+        Dtype of the gradients of real inputs.
+    """
+
+    of: SelectiveProblem
+
+    @property
+    def function(self) -> Callable[..., Any]:  # type: ignore[override]
+        """What is called."""
+        return cuscan.selective_scan_vjp
+
+    def arguments(self) -> dict[str, Any]:
+        """The call's keyword arguments, with NumPy arrays, all read-only."""
+        of, random = self.of, np.random.default_rng((self.of.seed, 5))
+        real = np.dtype(accumulation(of.dtype))
+        given = of.arguments(-1024.0 if real.itemsize == 8 else -128.0)
+        given = {name: x for name, x in given.items() if name not in _OUTPUTS}
+        unread = of.unread((of.batch, of.length), 1, {name: given[name] for name in ("mask", "reset", "cu_seqlens")})
+        if unread is not None:
+            unread = unread.reshape(of.ordered(of.length, 1))
+        state, kind = "complex64" if of.complex else real, real if "grad" in self.wide else _dtype(of.dtype)
+        rows = of.batch if of.cu_seqlens is None else len(of.lengths)
+        states = None
+        if self.saved is not None:
+            states = cuscan.selective_scan(**given, return_states=True)[-1]
+            states = self.saved.place(states, states.shape)
+        given |= {
+            "grad_out": self._draw(random, self.grad, given["u"].shape, kind, unread),
+            "grad_last_state": self._draw(random, self.grad_last, (rows, of.channels, of.state), state),
+            "states": states,
+        }
+        return _read_only({**given, "grad_dtype": self.grad_dtype})
+
+    def _results(self, arguments: dict[str, Any]) -> dict[str, Bounded]:
+        gradients = self.expected(arguments)
+        return {name: gradients[name] for name in cuscan.SelectiveGradients._fields if arguments[name] is not None}
+
+
+def _read_only(given: dict[str, Any]) -> dict[str, Any]:
+    for x in given.values():
+        if isinstance(x, np.ndarray):
+            x.flags.writeable = False
+    return given
 
 
 # --- values ------------------------------------------------------------------------------------------------------
@@ -925,7 +1168,16 @@ def draw_selective(
     problem = replace(problem, mask=_flags(pick, whole, 2, 1), reset=_flags(pick, whole, 2, 1))
     if pick((False, False, False, True)):
         problem = replace(problem, batch=1, **_packing(pick, whole, problem.length))
-    return replace(problem, plans=(Plan(), *(_selective_plan(pick, problem) for _ in range(plans))))
+    problem = replace(problem, plans=(Plan(), *(_selective_plan(pick, problem) for _ in range(plans))))
+    if pick((False, False, True)):
+        problem = replace(problem, states=True, plans=tuple(map(_in_whole_intervals, problem.plans)))
+    return problem
+
+
+def _in_whole_intervals(plan: Plan) -> Plan:
+    """Chunks begin where states are saved."""
+    interval = _plan.STATE_INTERVAL
+    return plan if plan.chunk is None else replace(plan, chunk=-(-plan.chunk // interval) * interval)
 
 
 def _usual(pick: Pick, whole: Whole, problem: SelectiveProblem) -> SelectiveProblem:
@@ -949,3 +1201,29 @@ def _selective_plan(pick: Pick, problem: SelectiveProblem) -> Plan:
     schedule = pick(("serial", "split"))
     chunk = _chunk(pick, problem.length) if schedule == "split" else None
     return Plan(schedule, chunk=chunk, tile=pick(tiles), segments=pick((None, 1, 2, 7)))
+
+
+def draw_gradients(pick: Pick, whole: Whole, of: Any) -> Any:
+    """A problem of the gradients of a call, which is changed where these have other options."""
+    is_linear = isinstance(of, LinearProblem)
+    axes = len(of.shape) if is_linear else 3
+    last_axes = axes if not is_linear or of.cu_seqlens is not None else axes - 1
+    of = replace(of, last=True, out=None, out_dtype=None)
+    which = pick(("both", "both", "result", "last"))
+    wide: tuple[tuple[str, ...], ...] = ((), (), ("grad",))
+    if is_linear:  # beside a scalar gate, h alone says what the type is
+        wide += (("grad", "saved"), *[("saved",)] * isinstance(of.a, Layout))
+    given: dict[str, Any] = {
+        "grad": None if which == "last" else _draw_layout(pick, whole, axes),
+        "grad_last": None if which == "result" else _draw_layout(pick, whole, last_axes),
+        "wide": pick(wide),
+        "grad_dtype": pick((None, None, *(x for x in dtypes() if x in REAL))),
+    }
+    if is_linear:
+        saved = _draw_layout(pick, whole, axes, broadcast=False)
+        return LinearGradientProblem(of, saved=saved, **given | ({"grad_dtype": None} if of.dtype in COMPLEX else {}))
+    # Of z nothing is exact.
+    plans = tuple(replace(_in_whole_intervals(plan), parts=pick((None, 1, 2))) for plan in of.plans)
+    of = replace(of, states=False, plans=plans, z=None if of.values == "exact" else of.z)
+    saved_states = _draw_layout(pick, whole, 4, broadcast=False) if pick((True, False)) else None
+    return SelectiveGradientProblem(of, saved=saved_states, **given)

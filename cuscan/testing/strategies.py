@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ._hypothesis import hypothesis
-from .problems import VALUES, LinearProblem, SelectiveProblem, draw_linear, draw_selective
+from .problems import VALUES, LinearProblem, SelectiveProblem, draw_gradients, draw_linear, draw_selective
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -70,13 +70,34 @@ def selective_problems(
     return _problems(draw_selective, dtype=dtype, values=values, largest=largest, plans=plans)
 
 
+def gradient_problems(scans: SearchStrategy[LinearProblem | SelectiveProblem]) -> SearchStrategy[Any]:
+    """Calls of `cuscan.linear_scan_vjp` and `cuscan.selective_scan_vjp`.
+
+    Parameters
+    ----------
+    scans : SearchStrategy
+        The calls whose gradients these are: `linear_problems`, `selective_problems` or both.
+
+    Returns
+    -------
+    SearchStrategy of LinearGradientProblem and SelectiveGradientProblem
+
+    Raises
+    ------
+    ImportError
+        Hypothesis is not installed.
+    """
+    st: Any = hypothesis().strategies
+    drawn: SearchStrategy[Any] = st.composite(lambda draw: draw_gradients(*_by(st, draw), draw(scans)))()
+    return drawn
+
+
+def _by(st: Any, draw: Callable[[Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """How `problems` draws: one of some choices, or an int."""
+    return lambda choices: draw(st.sampled_from(choices)), lambda low, high: draw(st.integers(low, high))
+
+
 def _problems(draw_problem: Callable[..., T], **options: Any) -> SearchStrategy[T]:
     st: Any = hypothesis().strategies
-
-    def problems(draw: Callable[[Any], Any]) -> T:
-        return draw_problem(
-            lambda choices: draw(st.sampled_from(choices)), lambda low, high: draw(st.integers(low, high)), **options
-        )
-
-    drawn: SearchStrategy[T] = st.composite(problems)()
+    drawn: SearchStrategy[T] = st.composite(lambda draw: draw_problem(*_by(st, draw), **options))()
     return drawn

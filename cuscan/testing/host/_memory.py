@@ -152,6 +152,11 @@ class HostPlace:
         self.memory.register(array, initialised=False)
         return array
 
+    def assign(self, to: Array, value: Array | complex) -> None:
+        """Copy items, or set them to a number; kernels may read them from then on."""
+        to[...] = value
+        self.keep(to)
+
     def keep(self, *arrays: Array) -> None:
         """Let kernels read these inputs, and not write to them."""
         for array in arrays:

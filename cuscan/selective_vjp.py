@@ -1,0 +1,256 @@
+"""selective_scan_vjp: the gradients of selective_scan."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _arrays, _plan, _selective_backward, reference_vjp, selective
+from ._arrays import Array, Call, Place
+from ._plan import STATE_INTERVAL, SelectiveKind
+from .interop import routed
+
+
+class SelectiveGradients(NamedTuple):
+    """The gradient of each input of `selective_scan`, None where there was none."""
+
+    u: Any
+    delta: Any
+    A: Any
+    B: Any
+    C: Any
+    D: Any
+    z: Any
+    delta_bias: Any
+    h0: Any
+
+
+@routed
+def selective_scan_vjp(
+    u: Any,
+    delta: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    D: Any = None,
+    z: Any = None,
+    delta_bias: Any = None,
+    delta_softplus: bool = False,
+    *,
+    grad_out: Any = None,
+    grad_last_state: Any = None,
+    states: Any = None,
+    h0: Any = None,
+    reverse: bool = False,
+    mask: Any = None,
+    reset: Any = None,
+    cu_seqlens: Any = None,
+    delta_limit: tuple[float, float] | None = None,
+    layout: str = "bld",
+    grad_dtype: Any = None,
+) -> SelectiveGradients:
+    """Gradients of `selective_scan` (the vector-Jacobian product), from those of its results.
+
+    With dy = grad_out * silu(z), p after the last step that of the last state, and the equations of `selective_scan`::
+
+        g[t] = p[t+1] + C[t] * dy[t]        p[t] = exp(delta[t] * A) * g[t]        q[t] = p[t] * h[t-1]
+        dC = dy * h     dB = sum over the group's channels (g * delta * u)     du = delta * sum(B * g) + D * dy
+        ddelta = sum(A * q) + u * sum(B * g), through delta_limit, softplus and delta_bias
+        dA = sum(delta * q)     dD = sum(dy * u)     dz = grad_out * (sum(C * h) + D * u) * silu'(z)     dh0 = p[0]
+
+    The states in between are computed again from the saved ones, STATE_INTERVAL steps at a time. There are no atomic
+    additions: the same call gives the same bits every time.
+
+    Parameters
+    ----------
+    u, delta, A, B, C, D, z, delta_bias, delta_softplus, h0, reverse, mask, reset, cu_seqlens, delta_limit, layout
+        As they were given to `selective_scan`.
+    grad_out : array, of u's shape, optional
+        Gradient of y, in u's dtype or the real accumulation type. Zero if absent.
+    grad_last_state : array, of the last state's shape, optional
+        Gradient of the last state, in the accumulation type. Zero if absent. One of the two must be there.
+    states : array (batch, ceil(length / STATE_INTERVAL), channels, state), optional
+        What `selective_scan` gave with `return_states`. Without it the scan is run again.
+    grad_dtype : dtype, optional
+        Dtype of the gradients of real inputs: float16, bfloat16, float32 or float64. Default: each its input's.
+
+    Returns
+    -------
+    SelectiveGradients
+        A named tuple (u, delta, A, B, C, D, z, delta_bias, h0) of fresh C-contiguous arrays of the inputs' shapes,
+        None where the input was None. Gradients of complex inputs follow torch's convention: for a real loss L of
+        x = a + ib they are dL/da + i dL/db; JAX's are the conjugates. The gradients of a step's inputs are 0 where it
+        is masked or outside of all sequences; delta's is 0 where delta_limit clips. A sequence without steps hands
+        grad_last_state on to h0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `selective_scan`.
+
+    Notes
+    -----
+    Scratch, in the accumulation type: an array of B's and one of C's shape for each 32 channels of a group (16 in
+    float64); an array (parts, channels, state + 2), twice the state more where B and C are constant in time, where
+    parts * channels / 32 is at most 16 a multiprocessor; two arrays (batch, chunks, state, channels) where time is cut
+    into chunks; where there are more than 16 states (8 in complex64 and float64) two arrays of u's shape, three with z;
+    and the marks of `selective_scan`. Where the states are not given, they and what the scan itself takes; where they
+    are not contiguous, a copy; with `grad_dtype` an array of h0's shape.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cuscan
+    >>> rng = np.random.default_rng(0)
+    >>> u, delta, grad_y = rng.random((3, 3, 64, 5), dtype=np.float32)     # batch 3, length 64, 5 channels
+    >>> B, C = rng.random((2, 3, 64, 16), dtype=np.float32)                # 16 states
+    >>> A = -np.ones((5, 16), np.float32)
+    >>> y, states = cuscan.selective_scan(u, delta, A, B, C, return_states=True)
+    >>> grads = cuscan.selective_scan_vjp(u, delta, A, B, C, grad_out=grad_y, states=states)
+    >>> grads.u.shape, grads.A.shape, grads.B.shape, grads.D
+    ((3, 64, 5), (5, 16), (3, 64, 16), None)
+    """
+    delta_softplus = _arrays.check_flag("delta_softplus", delta_softplus)
+    reverse = _arrays.check_flag("reverse", reverse)
+    selective.check_layout(layout)
+    limits = _arrays.check_limits("delta_limit", delta_limit)
+    given = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias, "h0": h0}
+    given |= {"mask": mask, "reset": reset, "cu_seqlens": cu_seqlens}
+    given |= {"grad_out": grad_out, "grad_last_state": grad_last_state, "states": states}
+    selective.check_are_arrays(given)
+    if grad_out is None and grad_last_state is None:
+        raise ValueError("grad_out or grad_last_state must be given: without both all gradients are zero")
+    call = Call(**given)
+    arrays = {name: call.array(name) for name in given}
+    sizes = selective.check_shapes(arrays, layout)
+    kind = selective.check_types(arrays)
+    saved = (sizes.batch, -(-sizes.length // STATE_INTERVAL), sizes.channels, sizes.state)
+    _check_gradients(arrays, sizes, kind, saved)
+    dtypes = {name: _gradient_dtype(x, grad_dtype) for name, x in arrays.items() if x is not None and name in _INPUTS}
+    if arrays["cu_seqlens"] is not None:
+        _arrays.check_offsets(arrays["cu_seqlens"], sizes.length)
+
+    with call.place() as place:
+        options = selective.Options(delta_softplus, limits, reverse)
+        if place is None:
+            found = _run_numpy(selective.views(arrays, layout), kind, options)
+            with np.errstate(over="ignore"):
+                gradients = {
+                    name: _ordered(name, found[name], arrays[name], layout).astype(dtypes[name]) for name in dtypes
+                }
+        else:
+            arrays = dict(zip(arrays, _arrays.usable(place, *arrays.values()), strict=True))
+            gradients = {name: place.allocate(tuple(arrays[name].shape), dtype) for name, dtype in dtypes.items()}
+            _run(place, arrays, gradients, layout, saved, kind, sizes, options)
+    return SelectiveGradients(*(gradients.get(name) for name in SelectiveGradients._fields))
+
+
+_INPUTS = SelectiveGradients._fields
+
+
+def _check_gradients(
+    arrays: dict[str, Array], sizes: selective.Sizes, kind: SelectiveKind, saved: tuple[int, ...]
+) -> None:
+    grad_out, last, states = (arrays[name] for name in ("grad_out", "grad_last_state", "states"))
+    if grad_out is not None:
+        _arrays.check_shape("grad_out", grad_out, tuple(arrays["u"].shape), "u's")
+        _arrays.check_same_item(("u", arrays["u"]), ("grad_out", grad_out), (kind.real,))
+    if last is not None:
+        shape = (sizes.states, sizes.channels, sizes.state)
+        rows = "batch" if arrays["cu_seqlens"] is None else "sequences"
+        _arrays.check_shape("grad_last_state", last, shape, f"({rows}, channels, state)")
+        _arrays.check_item("grad_last_state", last, (kind.state,))
+    if states is not None:
+        _arrays.check_shape("states", states, saved, "(batch, ceil(length / STATE_INTERVAL), channels, state)")
+        _arrays.check_item("states", states, (kind.state,))
+
+
+def _gradient_dtype(x: Array, grad_dtype: Any) -> np.dtype[Any]:
+    if x.dtype.kind == "c" or grad_dtype is None:
+        dtype: np.dtype[Any] = x.dtype
+        return dtype
+    return _arrays.output_item(_arrays.item_name(x), grad_dtype, None, "grad_dtype")
+
+
+def _ordered(name: str, gradient: Array, x: Array, layout: str) -> Array:
+    """A gradient of views(x) as one of x."""
+    if gradient.ndim == 4 and layout == "bdl":
+        gradient = gradient.transpose(0, 2, 3, 1)
+    elif name in ("u", "delta", "z") and layout == "bdl":
+        gradient = gradient.transpose(0, 2, 1)
+    return np.ascontiguousarray(gradient.reshape(x.shape))
+
+
+def _run_numpy(x: dict[str, Any], kind: SelectiveKind, options: selective.Options) -> dict[str, Array]:
+    return reference_vjp.selective_scan_vjp(
+        x["u"], x["delta"], x["A"], x["B"], x["C"], x["D"], x["z"], x["delta_bias"], x["h0"],
+        x["grad_out"], x["grad_last_state"], x["states"],
+        delta_softplus=options.softplus, delta_limit=options.limits, reverse=options.reverse,
+        accumulate=np.dtype(kind.state), mask=x["mask"], reset=x["reset"], cu_seqlens=x["cu_seqlens"],
+    )  # fmt: skip
+
+
+def _run(
+    place: Place,
+    arrays: dict[str, Any],
+    gradients: dict[str, Array],
+    layout: str,
+    saved: tuple[int, ...],
+    kind: SelectiveKind,
+    sizes: selective.Sizes,
+    options: selective.Options,
+) -> None:
+    """Plan and launch; the gradients are written."""
+    x = selective.views(arrays, layout)
+    size = (sizes.batch, sizes.length, sizes.channels, sizes.state, sizes.groups)
+    of = {name: selective.time_second(g, layout) if name in ("u", "delta", "z") else g for name, g in gradients.items()}
+    if 0 in size:
+        _stateless(x, of)
+        return
+    states = x["states"]
+    if states is None:
+        # y goes where the gradient of u will be.
+        states = place.allocate(saved, kind.state)
+        selective.run(place, x, of["u"], None, states, kind, sizes, options)
+    elif not states.flags.c_contiguous:
+        states = _arrays.copy_of(place, states)
+    segments = selective.segments_of(place, x, options.reverse)
+    kind = _plan.backward_kind(selective.oriented(kind, x["u"]))
+    plan = _plan.plan_backward(_plan.SelectiveProblem(kind, *size), place.limits)
+    call = _selective_backward.BackwardCall(
+        kind=kind, u=x["u"], delta=x["delta"], A=x["A"], B=x["B"], C=x["C"], D=x["D"], z=x["z"],
+        delta_bias=x["delta_bias"], initial=x["h0"], states=states, grad_output=x["grad_out"],
+        grad_last=x["grad_last_state"], gradients=of, time_last=layout == "bdl", groups=sizes.groups,
+        softplus=options.softplus, limits=options.limits, segments=segments,
+    )  # fmt: skip
+    _selective_backward.backward(place, plan, call, -1 if options.reverse else 1)
+
+
+@np.errstate(all="ignore")
+def _stateless(x: dict[str, Any], gradients: dict[str, Array]) -> None:
+    """No state or no step, so nothing to launch: y is D u silu(z), and h0 the last state."""
+    for gradient in gradients.values():
+        gradient[...] = 0
+    if "h0" in gradients and x["grad_last_state"] is not None:
+        gradients["h0"][...] = x["grad_last_state"]
+    if not x["u"].size or x["grad_out"] is None:
+        return
+    counts = selective.counted(x)
+    u, dy = (x[name].astype("float64") for name in ("u", "grad_out"))
+    if x["z"] is not None:
+        z = x["z"].astype("float64")
+        rises = 1 / (1 + np.exp(-z))
+        if x["D"] is not None:
+            slope = rises * (1 + z * (1 - rises))
+            gradients["z"][...] = _where(counts, dy * slope * u * x["D"].astype("float64"))
+        dy = dy * z * rises
+    if x["D"] is not None:
+        gradients["u"][...] = _where(counts, dy * x["D"].astype("float64"))
+        gradients["D"][...] = _where(counts, dy * u).sum((0, 1))
+
+
+def _where(counts: Array | None, values: Array) -> Array:
+    if counts is not None:
+        values[~counts] = 0
+    return values
