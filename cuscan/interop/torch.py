@@ -1,0 +1,773 @@
+"""PyTorch: the same functions on tensors, as registered operators with gradients.
+
+The operators are torch.ops.cuscan.linear_scan, selective_scan and selective_state_update, with fake kernels, so that
+torch.compile and torch.export see one node, and autograd formulas that call linear_scan_vjp and selective_scan_vjp,
+operators themselves. Where a gradient will be needed, selective_scan saves its states for it. Second derivatives are
+refused, and so are the transforms of torch.func, which torch does not have for operators that are written in Python.
+
+No tensor is copied: on the CPU a tensor's memory is read as a NumPy array, on a GPU as a CuPy array. There everything
+runs on torch's current stream and is allocated by torch, so that torch.cuda.graph captures calls as it does any other:
+results and scratch then belong to the graph's pool.
+
+Under torch.autocast selective_scan and selective_state_update take u, delta, B, C and z (x, dt, B, C and z) in
+autocast's type, and A, D, the bias and h0 in float32; linear_scan takes a and b in the wider of their two types, and
+h0 in the accumulation type. float64 and complex tensors stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from cuscan import _arrays, linear, linear_vjp, selective, selective_vjp, state_update
+from cuscan._arrays import Array, Workspace, _cupy, _dtype
+from cuscan._plan import STATE_INTERVAL
+
+__all__ = [
+    "linear_scan",
+    "linear_scan_vjp",
+    "selective_scan",
+    "selective_scan_fn",
+    "selective_scan_vjp",
+    "selective_state_update",
+]
+
+Tensor = Any  # a torch.Tensor, or None where an argument may be
+Arguments = dict[str, Any]
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+class _Stream:
+    """A stream as CuPy adopts it."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address
+
+
+class _Gpu:
+    """The tensors of one GPU as CuPy arrays over the same memory, and arrays that a call makes as tensors."""
+
+    def __init__(self, cupy: Any, device: Any) -> None:
+        self._cupy, self._device = cupy, device
+        self._made: dict[int, Tensor] = {}
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """The GPU with torch's stream and allocator.
+
+        Torch hands out again in the stream's order what is freed, also while a graph is captured. So scratch may go
+        when a call ends, and the Workspace, where CuPy's memory is kept during a capture, is one that is thrown away.
+        """
+        cuda = self._cupy.cuda
+        stream = cuda.Stream.from_external(_Stream(torch.cuda.current_stream(self._device).cuda_stream))
+        with cuda.Device(self._device.index), stream, cuda.using_allocator(self.allocate), Workspace():
+            yield
+
+    def allocate(self, size: int) -> Any:
+        """So many bytes, as CuPy's allocators give them."""
+        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._made[memory.data_ptr()] = memory
+        return self._pointer(memory, size)
+
+    def _pointer(self, memory: Tensor, size: int) -> Any:
+        cuda = self._cupy.cuda
+        return cuda.MemoryPointer(cuda.UnownedMemory(memory.data_ptr(), size, memory, self._device.index), 0)
+
+    def array(self, x: Tensor) -> Array:
+        """The same memory for CuPy."""
+        size = x.element_size()
+        span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        strides = tuple(size * stride for stride in x.stride())
+        return self._cupy.ndarray(tuple(x.shape), _numpy_dtype(x.dtype), self._pointer(x, size * span), strides)
+
+    def tensor(self, x: Array) -> Tensor:
+        """A fresh array, whose memory came from `allocate`."""
+        dtype = _torch_dtype(x.dtype)
+        if x.size == 0:
+            return torch.empty(x.shape, dtype=dtype, device=self._device)
+        return self._made[x.data.ptr].view(dtype).view(x.shape)
+
+
+class _Cpu:
+    """Tensors as NumPy arrays over the same memory, and the reverse."""
+
+    current = staticmethod(contextlib.nullcontext)
+
+    @staticmethod
+    def array(x: Tensor) -> Array:
+        """The same memory for NumPy, to which torch does not give bfloat16 as it is."""
+        dtype = _numpy_dtype(x.dtype)
+        return x.detach().view(torch.int16).numpy().view(dtype) if dtype.kind == "V" else x.detach().numpy()
+
+    @staticmethod
+    def tensor(x: Array) -> Tensor:
+        """The same memory for torch."""
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype.kind == "V" else torch.from_numpy(x)
+
+
+def _place(arguments: Arguments) -> Any:
+    """Where the tensors are, all on one device."""
+    device = next(x.device for x in arguments.values() if isinstance(x, torch.Tensor))
+    return _Cpu if device.type == "cpu" else _Gpu(_cupy(f"the tensors are on {device}"), device)
+
+
+def _shared(arguments: Arguments, place: Any) -> Arguments:
+    """Arguments as functions on arrays take them."""
+    shared = dict(arguments)
+    for name, x in arguments.items():
+        if isinstance(x, torch.Tensor):
+            shared[name] = place.array(x)
+        elif isinstance(x, torch.dtype):
+            shared[name] = _numpy_dtype(x)
+    return shared
+
+
+_ITEMS = {getattr(torch, name): name for name in (*_arrays.ITEM_CODE, "bool", "int32", "int64")}
+
+
+@cache
+def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
+    return _dtype(_ITEMS[dtype])
+
+
+def _torch_dtype(dtype: Any) -> Any:
+    """Of a dtype of torch or NumPy, or a name."""
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    return getattr(torch, dtype if isinstance(dtype, str) else np.dtype(dtype).name)
+
+
+def _accumulation(dtype: Any) -> Any:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+# --- operators ---------------------------------------------------------------------------------------------------
+
+
+class _Operator:
+    """An operator cuscan::`name`. All functions that are registered for it get its arguments by name."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: str,
+        results: str,
+        kernel: Callable[[Arguments], Any],
+        fake: Callable[[Arguments], Any],
+    ) -> None:
+        each = [argument.split() for argument in arguments.split(", ")]
+        self.names = [argument[-1] for argument in each]
+        self._changed = [argument[-1] for argument in each if "!" in argument[0]]
+        self._kernel = kernel
+        # Not torch.library.custom_op, whose checks cost more than a call, and which imports the compiler.
+        self.name = f"cuscan::{name}"
+        torch.library.define(self.name, f"({arguments}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(self.name, ("cpu", "cuda"), self._run)
+        torch.library.register_fake(self.name, lambda *given: fake(self._named(given)))
+        self.registered = getattr(torch.ops.cuscan, name).default
+
+    def _run(self, *given: Any) -> Any:
+        x = self._named(given)
+        for name in self._changed:
+            torch.autograd.graph.increment_version(x[name])
+        return self._kernel(x)
+
+    def _named(self, given: Sequence[Any]) -> Arguments:
+        return dict(zip(self.names, given, strict=True))
+
+    def __call__(self, arguments: Arguments) -> Any:
+        """Call it with those of the arguments that it has."""
+        return self.registered(*[arguments[name] for name in self.names])
+
+    def differentiate(self, save: Callable[..., Arguments], back: Callable[..., Arguments]) -> None:
+        """Register a gradient.
+
+        `save(context, arguments, results)` gives what `back(saved, *gradients)` needs, which gives the gradients of
+        arguments.
+        """
+
+        def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+            saved = save(ctx, self._named(inputs), output)
+            tensors = {name: x for name, x in saved.items() if isinstance(x, torch.Tensor)}
+            ctx.names, ctx.others = tuple(tensors), {name: x for name, x in saved.items() if name not in tensors}
+            ctx.save_for_backward(*tensors.values())
+            ctx.set_materialize_grads(False)
+
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+            saved = {**ctx.others, **dict(zip(ctx.names, ctx.saved_tensors, strict=True))}
+            found = {} if all(x is None for x in gradients) else back(saved, *gradients)
+            return tuple(found.get(name) for name in self.names)
+
+        torch.library.register_autograd(self.name, backward, setup_context=setup_context)
+
+
+class _Scan:
+    """A function as two operators: the second, with _out after its name, for a call with `out`."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: str,
+        flags: Sequence[str],
+        function: Callable[..., Any],
+        sizes: Callable[[Arguments], list[tuple[Sequence[int], Any]]],
+    ) -> None:
+        """The function has one result, and one more for each of the flags that is set; `sizes` are shapes and dtypes.
+
+        The operators always have as many results: one that is not wanted is an empty tensor.
+        """
+
+        def kernel(x: Arguments) -> Any:
+            place = _place(x)
+            with place.current():
+                found = function(**_shared(x, place))
+                first, *others = found if any(x[flag] for flag in flags) else (found,)
+                rest: Iterator[Array] = iter(others)
+                made = [] if "out" in x else [place.tensor(first)]
+                return _packed(made + [place.tensor(next(rest)) if x[flag] else _empty(x) for flag in flags])
+
+        def fake(x: Arguments) -> Any:
+            wanted = [True, *(x[flag] for flag in flags)]
+            made = [_empty(x, *size) if each else _empty(x) for size, each in zip(sizes(x), wanted, strict=True)]
+            return _packed(made[1:] if "out" in x else made)
+
+        arguments = ", ".join([arguments, "ScalarType? out_dtype", *(f"bool {flag}" for flag in flags)])
+        results = ["Tensor"] * (1 + len(flags))
+        self.fresh = _Operator(name, arguments, _listed(results), kernel, fake)
+        self.given = _Operator(f"{name}_out", f"Tensor(z!) out, {arguments}", _listed(results[1:]), kernel, fake)
+        self._flags = flags
+
+    def __call__(self, x: Arguments, **more: Any) -> Any:
+        """What the function returns for these arguments; the operators get `more` instead of some of them."""
+        out = x["out"]
+        if out is not None and _needs_gradient(*x.values()):
+            raise RuntimeError("out= has no gradient, but one of the tensors requires one: call it in torch.no_grad()")
+        operator = self.fresh if out is None else self.given
+        found = operator({**x, **more, "out_dtype": _torch_dtype(x["out_dtype"])})
+        found = [found] if isinstance(found, torch.Tensor) else list(found or ())
+        if out is not None:
+            found.insert(0, out)
+        wanted = [True, *(x[flag] for flag in self._flags)]
+        results = tuple(each for each, is_wanted in zip(found, wanted, strict=True) if is_wanted)
+        return results if len(results) > 1 else results[0]
+
+
+def _packed(results: list[Tensor]) -> Any:
+    return tuple(results) if len(results) > 1 else results[0] if results else None
+
+
+def _listed(results: list[str]) -> str:
+    return results[0] if len(results) == 1 else f"({', '.join(results)})"
+
+
+def _empty(x: Arguments, shape: Sequence[int] = (0,), dtype: Any = None) -> Tensor:
+    like = next(value for value in x.values() if isinstance(value, torch.Tensor))
+    return like.new_empty(shape, dtype=dtype)
+
+
+def _gradients(
+    name: str,
+    arguments: str,
+    function: Callable[..., Any],
+    sizes: Callable[[Arguments], dict[str, tuple[Sequence[int], Any]]],
+) -> _Operator:
+    """The operator cuscan::`name`_vjp, whose results are the gradients that `sizes` gives shapes and dtypes of."""
+
+    def kernel(x: Arguments) -> list[Tensor]:
+        place = _place(x)
+        with place.current():
+            found = function(**_shared(x, place))._asdict()
+            return [place.tensor(found[each]) for each in sizes(x)]
+
+    def fake(x: Arguments) -> list[Tensor]:
+        wanted = x["grad_dtype"]
+        return [
+            _empty(x, shape, dtype if wanted is None or wanted.is_complex != dtype.is_complex else wanted)
+            for shape, dtype in sizes(x).values()
+        ]
+
+    def refuse(*_: Any) -> Arguments:
+        raise NotImplementedError(f"{name} has no second derivative, and a gradient of its gradient was asked for")
+
+    operator = _Operator(f"{name}_vjp", f"{arguments}, ScalarType? grad_dtype", "Tensor[]", kernel, fake)
+    operator.differentiate(lambda *_: {}, refuse)
+    return operator
+
+
+def _readable(x: Tensor, dtype: Any) -> Tensor:
+    """A result or its gradient, which out_dtype may have made of a type that the gradients' kernels do not read."""
+    return x if x is None or x.dtype in (dtype, _accumulation(dtype)) else x.to(_accumulation(dtype))
+
+
+# --- arguments ---------------------------------------------------------------------------------------------------
+
+_MARKS = "Tensor? mask, Tensor? reset, Tensor? cu_seqlens"
+
+
+def _check(required: Sequence[str], tensors: Arguments) -> None:
+    """Tensors all, on one device, of types that some argument may have."""
+    first = None
+    for name, x in tensors.items():
+        if x is None and name not in required:
+            continue
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor like the others, got {type(x).__name__}; nothing is moved")
+        if x.dtype not in _ITEMS:
+            raise TypeError(f"{name} must be of a type of {', '.join(_ITEMS.values())}, got {x.dtype}")
+        first = first or name
+        if x.device != tensors[first].device:
+            raise ValueError(
+                f"all tensors must be on one device, but {first} is on {tensors[first].device}, {name} on {x.device}"
+            )
+
+
+def _needs_gradient(*values: Any) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
+
+
+def _autocast(like: Tensor) -> Any:
+    """The type that autocast is for, if it is on where this tensor is."""
+    device = like.device.type
+    if device == "meta" or like.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _cast(x: Arguments, names: str, dtype: Any) -> None:
+    for name in names.split():
+        if isinstance(x[name], torch.Tensor) and x[name].is_floating_point() and x[name].dtype != torch.float64:
+            x[name] = x[name].to(dtype)
+
+
+# --- linear_scan -------------------------------------------------------------------------------------------------
+
+
+def linear_scan(
+    a: Any,
+    b: Tensor,
+    h0: Any = None,
+    *,
+    axis: int | None = None,
+    reverse: bool = False,
+    mask: Tensor = None,
+    reset: Tensor = None,
+    cu_seqlens: Tensor = None,
+    return_last_state: bool = False,
+    out: Tensor = None,
+    out_dtype: Any = None,
+) -> Any:
+    """`cuscan.linear_scan` on tensors: h and the last state are differentiable in a, b and h0.
+
+    Parameters
+    ----------
+    a, b, h0, axis, reverse, mask, reset, cu_seqlens, return_last_state, out
+        As for `cuscan.linear_scan`, on one device. With `out` there is no gradient.
+    out_dtype : torch.dtype, optional
+        Dtype of the result.
+
+    Returns
+    -------
+    h : torch.Tensor
+        Of b's shape, contiguous; or `out`. It is saved for the gradient: b is not.
+    last_state : torch.Tensor
+        Only with `return_last_state`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cuscan.linear_scan`.
+    RuntimeError
+        `out` is given and a tensor requires a gradient.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cuscan.interop.torch import linear_scan
+    >>> decay = torch.tensor(0.5, requires_grad=True)
+    >>> linear_scan(decay, torch.ones(4)).sum().backward()
+    >>> decay.grad
+    tensor(5.7500)
+    """
+    gate, a = _apart(a)
+    initial, h0 = _apart(h0)
+    x = {"a": a, "b": b, "h0": h0, "mask": mask, "reset": reset, "cu_seqlens": cu_seqlens, "out": out}
+    _check(("a", "b") if gate is None else ("b",), x)
+    if _autocast(b) is not None:
+        if a is not None:
+            _cast(x, "a b", torch.promote_types(a.dtype, b.dtype))
+        _cast(x, "h0", _accumulation(x["b"].dtype))
+    x |= {"gate": gate, "initial": initial, "axis": axis, "reverse": _arrays.check_flag("reverse", reverse)}
+    x |= {"return_last_state": _arrays.check_flag("return_last_state", return_last_state), "out_dtype": out_dtype}
+    return _LINEAR(x)
+
+
+def linear_scan_vjp(
+    a: Any,
+    h: Tensor,
+    grad_h: Tensor = None,
+    h0: Any = None,
+    *,
+    grad_last_state: Tensor = None,
+    axis: int | None = None,
+    reverse: bool = False,
+    mask: Tensor = None,
+    reset: Tensor = None,
+    cu_seqlens: Tensor = None,
+    grad_dtype: Any = None,
+) -> Any:
+    """`cuscan.linear_scan_vjp` on tensors: what the gradient of `linear_scan` is made of."""
+    gate, a = _apart(a)
+    initial, h0 = _apart(h0)
+    x = {"a": a, "h": h, "grad_h": grad_h, "h0": h0, "grad_last_state": grad_last_state}
+    x |= {"mask": mask, "reset": reset, "cu_seqlens": cu_seqlens}
+    _check(("a", "h") if gate is None else ("h",), x)
+    x |= {"gate": gate, "initial": initial, "axis": axis, "reverse": _arrays.check_flag("reverse", reverse)}
+    return linear_vjp.LinearGradients(**_linear_gradients({**x, "grad_dtype": _torch_dtype(grad_dtype)}))
+
+
+def _apart(x: Any) -> tuple[Any, Tensor]:
+    """A number, or a tensor."""
+    if isinstance(x, (int, float, complex, np.number)) and not isinstance(x, bool):
+        return (x.item() if isinstance(x, np.number) else x), None
+    return None, x
+
+
+def _joined(function: Callable[..., Any], gate: Any, initial: Any, x: Arguments) -> Any:
+    return function(**{**x, **({} if gate is None else {"a": gate}), **({} if initial is None else {"h0": initial})})
+
+
+def _linear_sizes(x: Arguments) -> list[tuple[Sequence[int], Any]]:
+    b, offsets = x["b"], x["cu_seqlens"]
+    rest = [n for d, n in enumerate(b.shape) if d != (x["axis"] or 0) % b.ndim]
+    rows = rest if offsets is None else [offsets.shape[0] - 1, *rest]
+    return [(b.shape, x["out_dtype"] or b.dtype), (rows, _accumulation(b.dtype))]
+
+
+def _linear_gradient_sizes(x: Arguments) -> dict[str, tuple[Sequence[int], Any]]:
+    a, h, h0 = (x[name] for name in ("a", "h", "h0"))
+    sizes = {} if a is None else {"a": (a.shape, a.dtype)}
+    sizes["b"] = h.shape, (h if a is None else a).dtype
+    return sizes if h0 is None else {**sizes, "h0": (h0.shape, h0.dtype)}
+
+
+_LINEAR_OPTIONS = f"Tensor? h0, {_MARKS}, Scalar? gate, Scalar? initial, int? axis, bool reverse"
+_LINEAR = _Scan(
+    "linear_scan",
+    f"Tensor? a, Tensor b, {_LINEAR_OPTIONS}",
+    ("return_last_state",),
+    lambda gate, initial, **x: _joined(linear.linear_scan, gate, initial, x),
+    _linear_sizes,
+)
+_LINEAR_VJP = _gradients(
+    "linear_scan",
+    f"Tensor? a, Tensor h, Tensor? grad_h, Tensor? grad_last_state, {_LINEAR_OPTIONS}",
+    lambda gate, initial, **x: _joined(linear_vjp.linear_scan_vjp, gate, initial, x),
+    _linear_gradient_sizes,
+)
+
+
+def _linear_gradients(x: Arguments) -> dict[str, Tensor]:
+    found = dict(zip(_linear_gradient_sizes(x), _LINEAR_VJP(x), strict=True))
+    return {name: found.get(name) for name in linear_vjp.LinearGradients._fields}
+
+
+def _save_linear(ctx: Any, x: Arguments, results: tuple[Tensor, Tensor]) -> Arguments:
+    h, last = results
+    if not x["return_last_state"]:
+        ctx.mark_non_differentiable(last)
+    return {**x, "b": None, "h": h, "item": x["b"].dtype}
+
+
+def _back_linear(x: Arguments, grad_h: Tensor, grad_last: Tensor) -> dict[str, Tensor]:
+    h, grad_h = (_readable(each, x["item"]) for each in (x["h"], grad_h))
+    found = _linear_gradients({**x, "h": h, "grad_h": grad_h, "grad_last_state": grad_last, "grad_dtype": None})
+    return {**found, "b": found["b"].to(x["item"])}
+
+
+_LINEAR.fresh.differentiate(_save_linear, _back_linear)
+
+# --- selective_scan ----------------------------------------------------------------------------------------------
+
+
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor = None,
+    z: Tensor = None,
+    delta_bias: Tensor = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    *,
+    h0: Tensor = None,
+    reverse: bool = False,
+    mask: Tensor = None,
+    reset: Tensor = None,
+    cu_seqlens: Tensor = None,
+    delta_limit: tuple[float, float] | None = None,
+    layout: str = "bld",
+    return_states: bool = False,
+    out: Tensor = None,
+    out_dtype: Any = None,
+) -> Any:
+    """`cuscan.selective_scan` on tensors: y and the last state are differentiable in all inputs of a floating type.
+
+    Parameters
+    ----------
+    u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, h0, reverse, mask, reset, cu_seqlens, \
+    delta_limit, layout, return_states, out
+        As for `cuscan.selective_scan`, on one device. With `out` there is no gradient.
+    out_dtype : torch.dtype, optional
+        Dtype of y.
+
+    Returns
+    -------
+    y : torch.Tensor
+        Of u's shape, contiguous; or `out`.
+    last_state : torch.Tensor
+        Only with `return_last_state`.
+    states : torch.Tensor
+        Only with `return_states`; not differentiable.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cuscan.selective_scan`.
+    RuntimeError
+        `out` is given and a tensor requires a gradient.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cuscan.interop.torch import selective_scan
+    >>> u, delta = torch.rand(2, 3, 64, 5)               # batch 3, length 64, 5 channels
+    >>> B, C = torch.rand(2, 3, 64, 16)                  # 16 states
+    >>> A_log = torch.zeros(5, 16, requires_grad=True)
+    >>> y = selective_scan(u, delta, -torch.exp(A_log), B, C)
+    >>> y.square().mean().backward()
+    >>> y.shape, A_log.grad.shape
+    (torch.Size([3, 64, 5]), torch.Size([5, 16]))
+    """
+    x = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias, "h0": h0}
+    x |= {"mask": mask, "reset": reset, "cu_seqlens": cu_seqlens, "out": out}
+    _check(("u", "delta", "A", "B", "C"), x)
+    if (dtype := _autocast(u)) is not None:
+        _cast(x, "u delta B C z", dtype)
+        _cast(x, "A D delta_bias h0", torch.float32)
+    x |= _selective_options(delta_softplus, reverse, delta_limit, layout)
+    x |= {"return_last_state": _arrays.check_flag("return_last_state", return_last_state), "out_dtype": out_dtype}
+    x["return_states"] = _arrays.check_flag("return_states", return_states)
+    return _SELECTIVE(x, return_states=return_states or (out is None and _needs_gradient(*x.values())))
+
+
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor = None,
+    z: Tensor = None,
+    delta_bias: Tensor = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+) -> Any:
+    """The function of this name in mamba_ssm, with its arguments and layout.
+
+    Parameters
+    ----------
+    u, delta, z : torch.Tensor (batch, channels, length)
+        Inputs, step sizes and gate.
+    A : torch.Tensor (channels, state)
+        Rates, float32 or complex64.
+    B, C : torch.Tensor (channels, state), (batch, state, length) or (batch, groups, state, length)
+        Input and output couplings. Where A is complex and they vary in time, they may also be real with a last axis
+        of 2 * length, that alternates between real and imaginary parts.
+    D, delta_bias : torch.Tensor (channels,), optional
+        Skip connection, and what is added to delta.
+    delta_softplus, return_last_state : bool
+        Apply softplus to delta; return the last state (batch, channels, state) too, which is differentiable here.
+
+    Returns
+    -------
+    torch.Tensor, or a pair
+        y, in u's layout and type, or (y, last state).
+    """
+    if isinstance(A, torch.Tensor) and A.is_complex():
+        B, C = (torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) if _is_split(x) else x for x in (B, C))
+    return selective_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, layout="bdl")
+
+
+def _is_split(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.ndim > 2 and not x.is_complex()
+
+
+def selective_scan_vjp(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor = None,
+    z: Tensor = None,
+    delta_bias: Tensor = None,
+    delta_softplus: bool = False,
+    *,
+    grad_out: Tensor = None,
+    grad_last_state: Tensor = None,
+    states: Tensor = None,
+    h0: Tensor = None,
+    reverse: bool = False,
+    mask: Tensor = None,
+    reset: Tensor = None,
+    cu_seqlens: Tensor = None,
+    delta_limit: tuple[float, float] | None = None,
+    layout: str = "bld",
+    grad_dtype: Any = None,
+) -> Any:
+    """`cuscan.selective_scan_vjp` on tensors: what the gradient of `selective_scan` is made of."""
+    x = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias, "h0": h0}
+    x |= {"mask": mask, "reset": reset, "cu_seqlens": cu_seqlens}
+    x |= {"grad_out": grad_out, "grad_last_state": grad_last_state, "states": states}
+    _check(("u", "delta", "A", "B", "C"), x)
+    x |= _selective_options(delta_softplus, reverse, delta_limit, layout)
+    return selective_vjp.SelectiveGradients(**_selective_gradients({**x, "grad_dtype": _torch_dtype(grad_dtype)}))
+
+
+def _selective_options(delta_softplus: bool, reverse: bool, delta_limit: Any, layout: str) -> Arguments:
+    selective.check_layout(layout)
+    return {
+        "delta_softplus": _arrays.check_flag("delta_softplus", delta_softplus),
+        "reverse": _arrays.check_flag("reverse", reverse),
+        "delta_limit": _arrays.check_limits("delta_limit", delta_limit),
+        "layout": layout,
+    }
+
+
+def _selective_sizes(x: Arguments) -> list[tuple[Sequence[int], Any]]:
+    u, A, offsets = x["u"], x["A"], x["cu_seqlens"]
+    batch, length = u.shape[0], u.shape[1 if x["layout"] == "bld" else 2]
+    rows = batch if offsets is None else offsets.shape[0] - 1
+    dtype = A.dtype if A.is_complex() else _accumulation(u.dtype)
+    saved = (batch, -(-length // STATE_INTERVAL), *A.shape)
+    return [(u.shape, x["out_dtype"] or u.dtype), ((rows, *A.shape), dtype), (saved, dtype)]
+
+
+def _selective_gradient_sizes(x: Arguments) -> dict[str, tuple[Sequence[int], Any]]:
+    given = {name: x[name] for name in selective_vjp.SelectiveGradients._fields}
+    return {name: (like.shape, like.dtype) for name, like in given.items() if like is not None}
+
+
+_SELECTIVE_ARGUMENTS = (
+    "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, Tensor? h0, "
+    f"{_MARKS}, bool delta_softplus, bool reverse, float[]? delta_limit, str layout"
+)
+_SELECTIVE = _Scan(
+    "selective_scan",
+    _SELECTIVE_ARGUMENTS,
+    ("return_last_state", "return_states"),
+    selective.selective_scan,
+    _selective_sizes,
+)
+_SELECTIVE_VJP = _gradients(
+    "selective_scan",
+    f"{_SELECTIVE_ARGUMENTS}, Tensor? grad_out, Tensor? grad_last_state, Tensor? states",
+    selective_vjp.selective_scan_vjp,
+    _selective_gradient_sizes,
+)
+
+
+def _selective_gradients(x: Arguments) -> dict[str, Tensor]:
+    found = dict(zip(_selective_gradient_sizes(x), _SELECTIVE_VJP(x), strict=True))
+    return {name: found.get(name) for name in selective_vjp.SelectiveGradients._fields}
+
+
+def _save_selective(ctx: Any, x: Arguments, results: tuple[Tensor, ...]) -> Arguments:
+    _, last, states = results
+    ctx.mark_non_differentiable(states, *(() if x["return_last_state"] else (last,)))
+    return {**x, "states": states if x["return_states"] else None}
+
+
+def _back_selective(x: Arguments, grad_out: Tensor, grad_last: Tensor, _: None) -> dict[str, Tensor]:
+    grad_out = _readable(grad_out, x["u"].dtype)
+    return _selective_gradients({**x, "grad_out": grad_out, "grad_last_state": grad_last, "grad_dtype": None})
+
+
+_SELECTIVE.fresh.differentiate(_save_selective, _back_selective)
+
+# --- selective_state_update --------------------------------------------------------------------------------------
+
+
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor = None,
+    z: Tensor = None,
+    dt_bias: Tensor = None,
+    dt_softplus: bool = False,
+    *,
+    state_batch_indices: Tensor = None,
+    dt_limit: tuple[float, float] | None = None,
+    out: Tensor = None,
+    out_dtype: Any = None,
+) -> Tensor:
+    """`cuscan.selective_state_update` on tensors: `state` is changed in place, and there is no gradient.
+
+    Parameters
+    ----------
+    state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices, dt_limit, out
+        As for `cuscan.selective_state_update`, on one device.
+    out_dtype : torch.dtype, optional
+        Dtype of y.
+
+    Returns
+    -------
+    torch.Tensor (batch, channels)
+        y, contiguous; or `out`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cuscan.selective_state_update`.
+    RuntimeError
+        A tensor requires a gradient: `selective_scan` of one step with h0 has one.
+    """
+    given = {"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
+    given |= {"state_batch_indices": state_batch_indices, "out": out}
+    _check(("state", "x", "dt", "A", "B", "C"), given)
+    if _needs_gradient(*given.values()):
+        raise RuntimeError(
+            "selective_state_update has no gradient, but one of its tensors requires one: call it in torch.no_grad(), "
+            "or selective_scan for one step, with the state as h0"
+        )
+    if (dtype := _autocast(x)) is not None:
+        _cast(given, "x dt B C z", dtype)
+        _cast(given, "A D dt_bias", torch.float32)
+    given |= {"dt_softplus": _arrays.check_flag("dt_softplus", dt_softplus), "out_dtype": out_dtype}
+    given["dt_limit"] = _arrays.check_limits("dt_limit", dt_limit)
+    return _UPDATE(given)
+
+
+_UPDATE = _Scan(
+    "selective_state_update",
+    "Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, "
+    "bool dt_softplus, Tensor? state_batch_indices, float[]? dt_limit",
+    (),
+    state_update.selective_state_update,
+    lambda given: [(given["x"].shape, given["out_dtype"] or given["x"].dtype)],
+)
