@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,17 @@ def milliseconds(cupy: Any, call: Callable[[], object], repeats: int = 21) -> li
     return times
 
 
+def host_microseconds(cupy: Any, call: Callable[[], object], repeats: int = 101) -> float:
+    """Host time of a call like earlier ones, on an idle device: the median."""
+    times = []
+    for _ in range(repeats):
+        cupy.cuda.Device().synchronize()
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) * 1e6
+
+
 def measure(cupy: Any) -> Limits:
     """Copy bandwidth, exponential rate and FP32 rate of the current device."""
     source = cupy.zeros(1 << 31, cupy.int8)
@@ -72,6 +84,6 @@ def measure(cupy: Any) -> Limits:
     rates = []
     for name in ("exponentials", "multiply_adds"):
         kernel = module.get_function(name)
-        time = statistics.median(milliseconds(cupy, lambda kernel=kernel: kernel((blocks,), (256,), (out, rounds))))
-        rates.append(blocks * 256 * 8 * 4096 / time * 1e3)
+        took = statistics.median(milliseconds(cupy, lambda kernel=kernel: kernel((blocks,), (256,), (out, rounds))))
+        rates.append(blocks * 256 * 8 * 4096 / took * 1e3)
     return Limits(2 * source.nbytes / copy * 1e3, *rates)

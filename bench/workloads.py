@@ -29,7 +29,9 @@ class Selective:
     h0: bool = False
     mask: bool = False  # the last tenth of each row is padding
     sequences: int = 0  # packed in the one row, of random lengths
+    states: bool = False
     op: str = "selective_scan"
+    direction: str = "forward"
 
     def inputs(self, cupy: Any, seed: int = 0) -> dict[str, Any]:
         random = cupy.random.default_rng(seed)
@@ -62,17 +64,18 @@ class Selective:
         return made
 
     def call(self, inputs: dict[str, Any]) -> Callable[[], Any]:
-        return lambda: cuscan.selective_scan(**inputs)
+        return lambda: cuscan.selective_scan(**inputs, return_states=self.states)
 
     def row(self) -> dict[str, Any]:
-        names = ("layout", "batch", "length", "channels", "state", "z", "h0", "mask", "sequences")
+        names = ("layout", "batch", "length", "channels", "state", "z", "h0", "mask", "sequences", "states")
         return {name: getattr(self, name) for name in names}
 
-    def check(self, inputs: dict[str, Any], result: Any) -> None:
-        """The first batch, a few channels, against float64: the bound is for any order of rounding."""
+    def cut(self, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The first batch and a few channels, in float64, and the index of them in an array of u's shape."""
         few = slice(0, 2)
         channels = (slice(0, 1), slice(None), few) if self.layout == "bld" else (slice(0, 1), few, slice(None))
-        cut = {name: inputs[name][channels] for name in ("u", "delta", "z") if inputs[name] is not None}
+        names = ("u", "delta", "z", "grad_out")
+        cut = {name: inputs[name][channels] for name in names if inputs.get(name) is not None}
         cut |= {name: inputs[name][few] for name in ("A", "D", "delta_bias")}
         cut |= {name: inputs[name][:1] for name in ("B", "C")}
         if self.h0:
@@ -81,8 +84,13 @@ class Selective:
         marks = {name: inputs[name].get() for name in ("mask", "cu_seqlens") if name in inputs}
         if self.mask:
             marks["mask"] = marks["mask"][:1]
-        expected = cuscan.selective_scan(**wide, **marks, delta_softplus=True, layout=self.layout)
-        _assert_close(result[channels].get(), expected, self.dtype)
+        return channels, {**wide, **marks, "delta_softplus": True, "layout": self.layout}
+
+    def check(self, inputs: dict[str, Any], result: Any) -> None:
+        """A few channels against float64: the bound is for any order of rounding."""
+        channels, wide = self.cut(inputs)
+        y = result[0] if self.states else result
+        _assert_close(y[channels].get(), cuscan.selective_scan(**wide), self.dtype)
 
     @property
     def useful_bytes(self) -> int:
@@ -97,6 +105,98 @@ class Selective:
 
 
 @dataclass(frozen=True)
+class SelectiveBackward(Selective):
+    """selective_scan_vjp of the same, the states given."""
+
+    direction: str = "backward"
+
+    def inputs(self, cupy: Any, seed: int = 0) -> dict[str, Any]:
+        made = super().inputs(cupy, seed)
+        y, made["states"] = cuscan.selective_scan(**made, return_states=True)
+        made["grad_out"] = y[::-1].copy()  # any values of that shape
+        return made
+
+    def call(self, inputs: dict[str, Any]) -> Callable[[], Any]:
+        return lambda: cuscan.selective_scan_vjp(**inputs)
+
+    def check(self, inputs: dict[str, Any], result: Any) -> None:
+        """What is no sum over channels, for a few of them."""
+        channels, wide = self.cut(inputs)
+        expected = cuscan.selective_scan_vjp(**wide)
+        for name in ("u", "delta"):
+            _assert_close(getattr(result, name)[channels].get(), getattr(expected, name), self.dtype)
+
+    @property
+    def useful_bytes(self) -> int:
+        tokens, item = self.batch * self.length, _BYTES[self.dtype]
+        states = tokens // cuscan.STATE_INTERVAL * self.channels * self.state * 4
+        return ((5 + 2 * self.z) * tokens * self.channels + 4 * tokens * self.state) * item + states
+
+    def least(self, limits: Limits) -> tuple[float, str]:
+        """13 FP32 operations an element, or its bytes."""
+        elements = self.batch * self.length * self.channels * self.state
+        return max((13 * elements / limits.multiply_adds, "operations"), (self.useful_bytes / limits.copy, "bytes"))
+
+
+@dataclass(frozen=True)
+class Update:
+    """selective_state_update with everything that a Mamba layer gives it."""
+
+    batch: int
+    channels: int
+    state: int
+    dtype: str = "bfloat16"
+    op: str = "selective_state_update"
+    direction: str = "forward"
+
+    def inputs(self, cupy: Any, seed: int = 0) -> dict[str, Any]:
+        random = cupy.random.default_rng(seed)
+        dtype = _dtype(self.dtype)
+
+        def normal(*shape: int) -> Any:
+            return random.standard_normal(shape, dtype=cupy.float32)
+
+        return {
+            "state": normal(self.batch, self.channels, self.state),
+            "x": _cast(normal(self.batch, self.channels), dtype),
+            "dt": _cast(normal(self.batch, self.channels), dtype),
+            "A": -cupy.tile(cupy.arange(1, self.state + 1, dtype=cupy.float32), (self.channels, 1)),
+            "B": _cast(normal(self.batch, self.state), dtype),
+            "C": _cast(normal(self.batch, self.state), dtype),
+            "D": normal(self.channels),
+            "z": _cast(normal(self.batch, self.channels), dtype),
+            "dt_bias": normal(self.channels) - 4,
+            "dt_softplus": True,
+        }
+
+    def call(self, inputs: dict[str, Any]) -> Callable[[], Any]:
+        return lambda: cuscan.selective_state_update(**inputs)
+
+    def row(self) -> dict[str, Any]:
+        return {"batch": self.batch, "length": 1, "channels": self.channels, "state": self.state}
+
+    def check(self, inputs: dict[str, Any], result: Any) -> None:
+        """Another step from where the first one went, for a few channels, against float64."""
+        del result
+        few, first = (slice(None), slice(0, 2)), inputs["state"].copy()
+        y = cuscan.selective_state_update(**inputs)
+        wide = {name: inputs[name][few].get().astype(np.float64) for name in ("x", "dt", "z")}
+        wide |= {name: inputs[name][:2].get().astype(np.float64) for name in ("A", "D", "dt_bias")}
+        wide |= {name: inputs[name].get().astype(np.float64) for name in ("B", "C")}
+        expected = cuscan.selective_state_update(first[few].get().astype(np.float64), **wide, dt_softplus=True)
+        _assert_close(y[few].get(), expected, self.dtype)
+
+    @property
+    def useful_bytes(self) -> int:
+        sequence = 4 * self.batch * self.channels + 2 * self.batch * self.state
+        return 8 * self.batch * self.channels * self.state + sequence * _BYTES[self.dtype]
+
+    def least(self, limits: Limits) -> tuple[float, str]:
+        """Seconds, and what binds."""
+        return self.useful_bytes / limits.copy, "bytes"
+
+
+@dataclass(frozen=True)
 class Linear:
     """linear_scan along `axis` of an array of `shape`."""
 
@@ -104,6 +204,7 @@ class Linear:
     axis: int
     dtype: str = "float32"
     op: str = "linear_scan"
+    direction: str = "forward"
 
     def inputs(self, cupy: Any, seed: int = 0) -> dict[str, Any]:
         random = cupy.random.default_rng(seed)
@@ -131,6 +232,37 @@ class Linear:
     def least(self, limits: Limits) -> tuple[float, str]:
         """Seconds, and what binds."""
         return self.useful_bytes / limits.copy, "bytes"
+
+
+@dataclass(frozen=True)
+class LinearBackward(Linear):
+    """linear_scan_vjp of the same."""
+
+    direction: str = "backward"
+
+    def inputs(self, cupy: Any, seed: int = 0) -> dict[str, Any]:
+        made = super().inputs(cupy, seed)
+        b = made.pop("b")
+        return made | {"h": cuscan.linear_scan(made["a"], b, axis=self.axis), "grad_h": b}
+
+    def call(self, inputs: dict[str, Any]) -> Callable[[], Any]:
+        return lambda: cuscan.linear_scan_vjp(**inputs)
+
+    def check(self, inputs: dict[str, Any], result: Any) -> None:
+        """A few rows, the last 2**20 steps, against float64."""
+        rows = tuple(slice(-(1 << 20), None) if d == self.axis else slice(0, 2) for d in range(len(self.shape)))
+        wide = [inputs[name][rows].get().astype(np.float64) for name in ("a", "h", "grad_h")]
+        expected = cuscan.linear_scan_vjp(*wide, axis=self.axis)
+        later = tuple(slice(1, None) if d == self.axis else slice(None) for d in range(len(self.shape)))
+        _assert_close(result.b[rows].get(), expected.b, self.dtype)
+        _assert_close(result.a[rows].get()[later], expected.a[later], self.dtype)
+
+    @property
+    def useful_bytes(self) -> int:
+        return 5 * int(np.prod(self.shape, dtype=np.int64)) * _BYTES[self.dtype]
+
+
+Load = Selective | Update | Linear
 
 
 def _assert_close(actual: Any, expected: Any, dtype: str) -> None:
@@ -168,6 +300,7 @@ SELECTIVE = (
     Selective(8, 4096, 1024, 16, layout="bdl"),
     Selective(8, 4096, 1024, 16, z=True),
     Selective(8, 4096, 1024, 16, h0=True),
+    Selective(8, 4096, 1024, 16, states=True),
     Selective(256, 4, 2048, 16, h0=True),
     Selective(8, 4096, 1024, 16, mask=True),
     # The same tokens packed and in rows of equal length.
@@ -190,3 +323,21 @@ LINEAR = (
     Linear((1 << 27, 2), 0),
     Linear((1000000, 2), 0),
 )
+SELECTIVE_BACKWARD = (
+    SelectiveBackward(8, 4096, 1024, 16),
+    SelectiveBackward(8, 2048, 2048, 16),
+    SelectiveBackward(1, 2048, 5120, 16),
+    SelectiveBackward(1, 65536, 2048, 16),
+    SelectiveBackward(1, 65536, 256, 16),
+    SelectiveBackward(1, 1048576, 64, 16),
+    SelectiveBackward(4, 4096, 1024, 64),
+    SelectiveBackward(2, 4096, 1024, 128),
+    SelectiveBackward(4096, 16, 1024, 16),
+    SelectiveBackward(8, 4096, 1024, 16, dtype="float32"),
+    SelectiveBackward(8, 4096, 1024, 16, layout="bdl"),
+    SelectiveBackward(8, 4096, 1024, 16, z=True),
+    SelectiveBackward(8, 4096, 1024, 16, mask=True),
+)
+LINEAR_BACKWARD = tuple(LinearBackward(load.shape, load.axis, load.dtype) for load in LINEAR)
+UPDATE = (Update(256, 5120, 16), Update(1, 5120, 16), Update(1024, 5120, 16))
+LOADS: tuple[tuple[Load, ...], ...] = (SELECTIVE, SELECTIVE_BACKWARD, UPDATE, LINEAR, LINEAR_BACKWARD)
