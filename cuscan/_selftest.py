@@ -10,12 +10,23 @@ from typing import Any
 import numpy as np
 
 from ._arrays import host_place
-from ._plan import DeviceLimits, Lanes, Schedule, SelectiveKind, UpdateKind, forced, selective_tiles, states_a_thread
-from ._source import linear_name, selective_name, update_name
+from ._plan import (
+    DeviceLimits,
+    Lanes,
+    Schedule,
+    SelectiveKind,
+    UpdateKind,
+    backward_tile,
+    forced,
+    selective_tiles,
+    states_a_thread,
+)
+from ._source import backward_name, linear_name, selective_name, update_name
 from .linear import linear_scan
 from .selective import selective_scan
+from .selective_vjp import selective_scan_vjp
 from .state_update import selective_state_update
-from .testing import oracle
+from .testing import _bounds, oracle
 
 ITEM = "float32"  # what a plain install has on every device
 Arrays = dict[str, Any]
@@ -95,6 +106,8 @@ def _numpy_families() -> Iterator[Family]:
     yield "linear_scan in NumPy", linear_scan, plans, [(_linear_inputs(exact=e), e) for e in (True, False)]
     inputs = [(_selective_inputs(11, exact=e, layout=layout), e) for e in (True, False) for layout in ("bld", "bdl")]
     yield "selective_scan in NumPy", selective_scan, plans, inputs
+    inputs = [(_gradient_inputs(exact=e, layout=layout), e) for e in (True, False) for layout in ("bld", "bdl")]
+    yield "selective_scan_vjp in NumPy", selective_scan_vjp, plans[:1], inputs
     inputs = [(_update_inputs(11, exact=e), e) for e in (True, False)]
     yield "selective_state_update in NumPy", selective_state_update, [{"segments": 1}], inputs
 
@@ -127,6 +140,15 @@ def _families(layouts: tuple[str, ...]) -> Iterator[Family]:
                     packed = [(_packed(given, 47, (6, state)), exact) for given, exact in inputs]
                     name = _pair(selective_name(replace(kind, segmented=True), tile, summarise=False))
                     yield name, selective_scan, plans, cut + packed
+        plans = [{"schedule": Schedule.SERIAL}, {"schedule": Schedule.SPLIT, "chunk": 32}]
+        inputs = [(_gradient_inputs(exact=exact, layout=layout), exact) for exact in (True, False)]
+        cut = [(_cut(given, (1, 47)), exact) for given, exact in inputs]
+        for segmented, given in ((False, inputs), (True, cut)):
+            kind = SelectiveKind(ITEM, complex=False, time_fast=layout == "bdl", time_B=True, time_C=True, states=4,
+                                 segmented=segmented)  # fmt: skip
+            name = backward_name(kind, backward_tile(kind), summarise=False)
+            name = name.replace("_backward_", "_backward_{,summarise_}")
+            yield name, selective_scan_vjp, plans, given
     for state, vector in ((12, True), (11, False)):
         inputs = [(_update_inputs(state, exact=exact), exact) for exact in (True, False)]
         name = update_name(UpdateKind(ITEM, ITEM, vector))
@@ -140,6 +162,9 @@ def _pair(name: str) -> str:
 def _check(xp: Any, function: Any, plans: list[Arrays], given: Arrays, *, exact: bool) -> None:
     if function is selective_state_update:
         _check_update(xp, given, exact=exact)
+        return
+    if function is selective_scan_vjp:
+        _check_gradients(xp, plans, given, exact=exact)
         return
     known = oracle.linear_scan if function is linear_scan else oracle.selective_scan
     moved = {name: xp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
@@ -155,6 +180,19 @@ def _check(xp: Any, function: Any, plans: list[Arrays], given: Arrays, *, exact:
             else:
                 oracle.assert_scan_close(value, expected.value, expected.bound)
                 oracle.assert_scan_close(last, expected.last, expected.last_bound)
+
+
+def _check_gradients(xp: Any, plans: list[Arrays], given: Arrays, *, exact: bool) -> None:
+    """On exact inputs nothing but the gradient of delta has a bound."""
+    moved = {name: xp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
+    for reverse in (False, True):
+        expected = _bounds.selective_scan_vjp(**given, reverse=reverse, exact=exact)
+        for plan in plans:
+            with forced(**plan):
+                gradients = selective_scan_vjp(**moved, reverse=reverse)
+            for name, (value, bound) in expected.items():
+                x = getattr(gradients, name)
+                oracle.assert_scan_close(x if xp is np else xp.asnumpy(x), value, bound)
 
 
 def _check_update(xp: Any, given: Arrays, *, exact: bool) -> None:
@@ -214,6 +252,17 @@ def _selective_inputs(state: int, *, exact: bool, layout: str) -> Arrays:
         given["A"] = r.choice(np.array([0, -1e4], ITEM), (channels, state))
         given["delta"] = r.integers(0, 2, given["delta"].shape).astype(ITEM)
         given.update(z=None, delta_bias=None, delta_softplus=False)
+    return given
+
+
+def _gradient_inputs(*, exact: bool, layout: str) -> Arrays:
+    """Two launches of states."""
+    given = _selective_inputs(17, exact=exact, layout=layout)
+    r = np.random.default_rng(1)
+    for name, like in (("grad_out", "u"), ("grad_last_state", "h0")):
+        given[name] = r.integers(-4, 5, given[like].shape).astype(ITEM)
+    if exact:
+        given["A"] = given["A"].clip(-128)  # the gate is 0 still, and more sums are exact
     return given
 
 

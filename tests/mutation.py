@@ -12,6 +12,7 @@ it keeps what is said there about the survivors.
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -26,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import test_activations
+import test_selective_vjp
 import test_state_update
 
 from cuscan import _source
@@ -36,7 +38,8 @@ RECORD = Path(__file__).parent.parent / "bench" / "results" / "mutation.json"
 SECONDS = 400  # a mutant
 FILES = (
     "operators.cuh", "warp_scan.cuh", "activations.cuh", "selective_tile.cuh", "selective_scan.cu", "item_types.cuh",
-    "tile_io.cuh", "linear_scan.cu", "step_marks.cu", "step_marks.cuh", "selective_state_update.cu",
+    "tile_io.cuh", "linear_scan.cu", "linear_tile.cuh", "step_marks.cu", "step_marks.cuh", "selective_state_update.cu",
+    "selective_scan_backward.cu", "linear_scan_backward.cu", "sum_partials.cu",
 )  # fmt: skip
 
 
@@ -103,9 +106,9 @@ def code_lines(text):
         yield number, begin, code
 
 
-def all_mutants():
+def all_mutants(files=FILES):
     """Every mutant that the rules make."""
-    for file in FILES:
+    for file in files:
         for number, begin, code in code_lines((_source.folder() / file).read_text()):
             for kind, pattern, change in RULES:
                 if kind in ("index shifted", "constant changed") and _DECLARATION.match(code):
@@ -119,7 +122,7 @@ def all_mutants():
 def chosen(file, seed):
     """The mutants of a file in the order of their turn: kinds by turns, by lot within them."""
     groups = {}
-    everything = sorted({mutant for mutant in all_mutants() if mutant.file == file}, key=repr)
+    everything = sorted(set(all_mutants([file])), key=repr)
     random.Random(seed).shuffle(everything)
     for mutant in everything:
         groups.setdefault(mutant.kind, []).append(mutant)
@@ -140,12 +143,20 @@ def quotas(total):
 
 
 def problems_for(file):
-    """What a mutant of a file runs: every schedule and type of its own kernel."""
+    """What a mutant of a file runs: every schedule and type of the kernels that it is in or launched with."""
+    launched = {"sum_partials.cu": "backward", "step_marks.cu": "scan", "": "scan"}
+    families = {
+        "linear_scan.cu": linear_problems,
+        "selective_scan.cu": selective_problems,
+        "linear_scan_backward.cu": linear_gradient_problems,
+        "selective_scan_backward.cu": selective_gradient_problems,
+    }
     drawn = []
-    if not file.startswith(("selective", "activations")):
-        drawn += linear_problems()
-    if not file.startswith(("linear", "warp_scan")):
-        drawn += selective_problems()
+    for kernel, problems_of in families.items():
+        included = {kernel}
+        _source._flatten(kernel, included)
+        if file in included or (file in launched and launched[file] in kernel):
+            drawn += problems_of()
     return drawn
 
 
@@ -185,8 +196,40 @@ def selective_problems():
             if number % 2:
                 problem = problems._usual(source.choice, source.randint, problem)
             problem = replace(problem, layout=layout, complex=is_complex, constant=constant, B=plain, C=plain)
-            plans = tuple(problems._selective_plan(source.choice, problem) for _ in range(2))
-            yield replace(problem, plans=plans)
+            plans = [problems._selective_plan(source.choice, problem) for _ in range(2)]
+            if problem.states:
+                plans = map(problems._in_whole_intervals, plans)
+            yield replace(problem, plans=tuple(plans))
+
+
+def linear_gradient_problems():
+    """As those of the scans, with the gradients of broadcast gates."""
+    for number, (dtype, lanes) in enumerate(itertools.product(problems.dtypes(), ("rows", "time"))):
+        shape = (2, 300, 64) if lanes == "rows" else (3, 1100)
+        laid = problems.Layout()
+        plans = (Plan("block", lanes, row_warps=2, warps=4), Plan("split", lanes, chunk=100, row_warps=1))
+        for gate in (laid, problems.Layout(steps=tuple(int(d == 1) for d in range(len(shape)))), 1.0):
+            of = problems.LinearProblem(number, shape, 1, dtype=dtype, a=gate, h0=laid, plans=plans)
+            yield problems.LinearGradientProblem(of, grad_last=laid)
+        source = random.Random(dtype)
+        for _ in range(8):
+            drawn = problems.draw_linear(source.choice, source.randint, dtype=(dtype,), largest=2000)
+            yield problems.draw_gradients(source.choice, source.randint, drawn)
+
+
+def selective_gradient_problems():
+    """By kind: two tiles and a part of one, several launches of states, whole tiles, and packed sequences."""
+    given = test_selective_vjp
+    for seed, (name, kind) in enumerate(given.KINDS.items()):
+        if name in ("bfloat16 time", "bfloat16 complex segmented", "float32 time segmented"):
+            continue  # others together have all that is in these
+        yield given.problem(2, 77, 69, 5, seed=seed, plans=given.CHUNKS, **given.EXACT, **kind)
+        yield given.problem(2, 40, 5, 20, seed=seed, plans=given.CHUNKS[:2], **given.EVERYTHING, **kind)
+        yield given.problem(1, 70, 5, 3, seed=seed, grad=None, **given.EVERYTHING, **kind)
+        yield given.problem(1, 64, 32, 16, seed=seed, grad_last=None, D=given.LAID, z=given.LAID, **kind)
+        if "segmented" in name:
+            fields = {**given.EXACT, **given.PACKED, **kind, "groups": 2, "reverse": seed % 2 == 0}
+            yield given.problem(1, 90, 6, 4, seed=seed, plans=given.CHUNKS[:2], **fields)
 
 
 # --- running -----------------------------------------------------------------------------------------------------

@@ -35,12 +35,12 @@ def check_division(executor):
 
 
 def check_large_angles(executor):
-    """unit_at_angle() where the angle is taken as 0."""
-    u, A = np.ones((1, 1, 1), np.float32), np.full((1, 1), -1 + 3e13j, np.complex64)
-    B = np.ones((1, 1, 1), np.complex64)
-    h0 = np.ones((1, 1, 1), np.complex64)
-    y = executor(cuscan.selective_scan, {"u": u, "delta": u, "A": A, "B": B, "C": B, "h0": h0})
-    np.testing.assert_allclose(y, 2 * (np.exp(-1) + 1), rtol=1e-6)
+    """unit_at_angle() where the angle is reduced in float64, and where it is taken as 0."""
+    u, B, h0 = np.ones((1, 1, 1), np.float32), np.ones((1, 1, 1), np.complex64), np.ones((1, 1, 1), np.complex64)
+    for angle, cosine in ((1e6, np.cos(1e6)), (3e13, 1)):
+        A = np.full((1, 1), -1 + angle * 1j, np.complex64)
+        y = executor(cuscan.selective_scan, {"u": u, "delta": u, "A": A, "B": B, "C": B, "h0": h0})
+        np.testing.assert_allclose(y, 2 * (np.exp(-1) * cosine + 1), rtol=1e-6)
 
 
 def test_division_of_64_bits():

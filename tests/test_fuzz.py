@@ -7,9 +7,10 @@ import re
 import mutation
 import numpy as np
 import pytest
+from conftest import FULL_BACKWARD
 
 import cuscan
-from cuscan import __main__, _source, reference
+from cuscan import __main__, _calls, _plan, _source, linear, reference, reference_vjp, selective
 from cuscan.testing import Host, LinearProblem, Numpy, fuzz, host, problems
 
 try:
@@ -28,9 +29,9 @@ def test_a_run_on_numpy_passes_and_is_recorded(tmp_path, capsys):
     assert (facts["problems"], facts["seed"], facts["on"], facts["mismatches"]) == (60, 7, "numpy", [])
     assert facts["kernels"] == _source.digest()
     functions = {name: sum(facts["kinds"].get(f"{name}: {values}", 0) for values in problems.VALUES)
-                 for name in ("linear_scan", "selective_scan")}  # fmt: skip
+                 for name in ("linear_scan", "selective_scan", "linear_scan_vjp", "selective_scan_vjp")}  # fmt: skip
     assert sum(functions.values()) == 60
-    assert min(functions.values()) > 15
+    assert min(functions.values()) > 5
 
 
 def test_problems_depend_on_seed_and_number_alone():
@@ -42,12 +43,12 @@ def test_problems_depend_on_seed_and_number_alone():
 
 @pytest.fixture
 def broken_reverse(monkeypatch):
-    """In reverse, more than 20 steps: the 21st is off by one."""
+    """In reverse, more than 20 steps: the 21st is off by one. The gradients' own scans are in packed sequences."""
     right = reference.linear_scan
 
-    def linear_scan(a, b, h0, out, *, axis, reverse, **options):
-        last = right(a, b, h0, out, axis=axis, reverse=reverse, **options)
-        if reverse and b.shape[axis] > 20:
+    def linear_scan(a, b, h0, out, *, axis, reverse, cu_seqlens, **options):
+        last = right(a, b, h0, out, axis=axis, reverse=reverse, cu_seqlens=cu_seqlens, **options)
+        if reverse and b.shape[axis] > 20 and cu_seqlens is None:
             np.moveaxis(out, axis, 0)[20] += 1
         return last
 
@@ -109,6 +110,7 @@ def test_a_fault_in_a_kernel_is_found(right, wrong, tmp_path, monkeypatch):
     for path in _source.folder().iterdir():
         (tmp_path / path.name).write_text(path.read_text().replace(right, wrong))
     monkeypatch.setattr(_source, "folder", lambda: tmp_path)
+    monkeypatch.setattr(linear, "_READY", _calls.Cache())  # calls that are ready launch the right kernels
     _source.linear_source.cache_clear()
     executor, source = Host(), random.Random(0)
     drawn = (problems.draw_linear(source.choice, source.randint, dtype=("float32",), largest=2000) for _ in range(40))
@@ -120,16 +122,72 @@ def test_a_fault_in_a_kernel_is_found(right, wrong, tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-def test_a_run_on_the_cpu_executor():
+def test_a_run_on_the_cpu_executor(monkeypatch):
+    drawn = fuzz.draw
+
+    def draw(seed, number):
+        """Instead of gradients whose kernels this tier does not compile the scan itself."""
+        problem = drawn(seed, number)
+        if problem.function is cuscan.selective_scan_vjp:
+            arguments = problem.arguments()
+            kind = selective.check_types(arguments)
+            kind = _plan.backward_kind(selective.oriented(kind, selective.views(arguments, problem.of.layout)["u"]))
+            if _source.backward_source(kind).text not in compiled:
+                return problem.of
+        return problem
+
+    modules = _source.all_sources()
+    compiled = {modules[f"selective_scan_backward {name}"].text for name in FULL_BACKWARD}
+    monkeypatch.setattr(fuzz, "draw", draw)
     assert fuzz.run(print, on="host", count=300, seed=0)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("problems_of", [mutation.linear_problems, mutation.selective_problems])
+@pytest.mark.parametrize(
+    "problems_of",
+    [
+        mutation.linear_problems,
+        mutation.selective_problems,
+        mutation.linear_gradient_problems,
+        mutation.selective_gradient_problems,
+    ],
+)
 def test_what_mutants_are_tried_on_passes_without_a_fault(problems_of):
     executors = [Host(), Host(order="random", seed=1)]
     for number, problem in enumerate(problems_of()):
         problem.check(executors[number % 2])
+
+
+def test_a_fault_of_gradients_is_shrunk(monkeypatch):
+    right = reference_vjp.selective_scan_vjp
+
+    def selective_scan_vjp(u, *arguments, **options):
+        gradients = right(u, *arguments, **options)
+        if u.shape[1] > 20:
+            gradients["delta"][:, 20] += 1
+        return gradients
+
+    monkeypatch.setattr(reference_vjp, "selective_scan_vjp", selective_scan_vjp)
+    told = []
+    assert not fuzz.run(told.append, on="numpy", count=200, seed=1)
+    expected = "\nSelectiveGradientProblem(of=SelectiveProblem(length=21)).check(Numpy())"
+    assert expected in told[-2]
+    assert "# AssertionError: delta under Plan(): " in told[-2]
+
+
+def test_what_a_mutant_runs_are_the_problems_of_its_kernels():
+    functions = {
+        file: {problem.function.__name__ for problem in mutation.problems_for(file)}
+        for file in ("linear_scan.cu", "selective_tile.cuh", "sum_partials.cu", "selective_scan_backward.cu", "")
+    }
+    both = {"linear_scan_vjp", "selective_scan_vjp"}
+    assert functions == {
+        "linear_scan.cu": {"linear_scan"},
+        "selective_tile.cuh": {"selective_scan", "selective_scan_vjp"},
+        "sum_partials.cu": both,
+        "selective_scan_backward.cu": {"selective_scan_vjp"},
+        "": {"linear_scan", "selective_scan"} | both,
+    }
 
 
 def test_mutants_are_the_same_every_time_and_of_all_kinds():

@@ -412,6 +412,303 @@ def test_nan_and_infinity_pass_through():
     np.testing.assert_allclose(scan.value[0, :, 0], [2, 2 * np.exp(-0.5) + 0.5])
 
 
+# linear_scan_vjp. The states are those of the gates and inputs above.
+
+STATES = [1, 4, -1, 4, 7, 20, -13, -5]
+
+
+@pytest.mark.parametrize(
+    ("options", "of_b", "of_a", "of_h0"),
+    [
+        # From the last step on: 1, then 1 * 1 + 1, -1 * 2 + 1, 2 * -1 + 1, 1/2 * -1 + 1, 0 * 1/2 + 1 and so on.
+        ({"grad_h": 1}, [1, 0, 1, 0.5, -1, -1, 2, 1], [0, 0, 4, -0.5, -4, -7, 40, -13], None),
+        ({"grad_h": 1, "h0": 6.0}, [1, 0, 1, 0.5, -1, -1, 2, 1], [6, 0, 4, -0.5, -4, -7, 40, -13], 0.5),
+        ({"grad_last_state": 3, "h0": 6.0}, [0, 0, 0, -3, -6, -3, 3, 3], [0, 0, 0, 3, -24, -21, 60, -39], 0),
+        ({"grad_h": 1, "grad_last_state": -1}, [1, 0, 1, 1.5, 1, 0, 1, 0], [0, 0, 4, -1.5, 4, 0, 20, 0], None),
+        (
+            {"grad_h": 1, "h0": 6.0, "reverse": True},
+            [1, 1.5, 4, -3, 1, 1.5, 4, -3],
+            [4, -1.5, 16, -21, 20, -19.5, -20, -18],
+            -3,
+        ),
+        ({"grad_h": 1, "mask": MASK, "h0": 6.0}, [5, 2, 0, 1, 0, 0, 2, 1], [30, 2, 0, -1, 0, 0, 40, -13], 2.5),
+        ({"grad_h": 1, "reset": RESET, "h0": 6.0}, [3, 1, 1, 1.5, 1, -1, 2, 1], [18, 1, 0, -1.5, 4, 0, 40, -13], 1.5),
+        ({"grad_h": 1, "mask": MASK, "reset": RESET}, [3, 1, 0, 2, 0, 0, 2, 1], [0, 1, 0, -2, 0, 0, 40, -13], None),
+        ({"grad_h": 1, "reset": True, "h0": 6.0}, [1] * 8, [0] * 8, 0),
+        ({"grad_h": 1, "mask": False, "h0": 6.0, "grad_last_state": 2}, [0] * 8, [0] * 8, 10),
+        (
+            {"grad_h": 1, "cu_seqlens": [1, 1, 4, 7], "h0": [5, 6, 7], "grad_last_state": [10, 20, 30]},
+            [0, 0, 1, 21, -59, -30, 31, 0],
+            [0, 0, 4, -21, -413, -210, 620, 0],
+            [10, 0, -29.5],
+        ),
+    ],
+)
+def test_linear_gradients_worked_by_hand(options, of_b, of_a, of_h0):
+    given = {name: np.broadcast_to(x, 8) if name == "grad_h" else x for name, x in options.items()}
+    gradients = oracle.linear_scan_vjp(GATES, STATES, **given)
+    np.testing.assert_array_equal(gradients["b"], of_b)
+    np.testing.assert_array_equal(gradients["a"], of_a)
+    assert set(gradients) == {"a", "b"} | ({"h0"} if "h0" in options else set())
+    np.testing.assert_array_equal(gradients.get("h0"), of_h0)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_linear_gradient_is_the_transposed_matrix(axis, reverse):
+    # h = m b, so that b has m^T grad_h; the matrix of integers by unit inputs.
+    a, b, received = (rng(seed).integers(-2, 3, (6, 6)).astype(float) for seed in (1, 2, 3))
+    h = oracle.linear_scan(a, b, axis=axis, reverse=reverse).value
+    gradients = oracle.linear_scan_vjp(a, h, received, axis=axis, reverse=reverse)
+    for unit in np.ndindex(6, 6):
+        one = np.zeros((6, 6))
+        one[unit] = 1
+        column = oracle.linear_scan(a, one, axis=axis, reverse=reverse).value
+        assert gradients["b"][unit] == (column * received).sum()
+    before = np.roll(h, -1 if reverse else 1, axis)
+    np.moveaxis(before, axis, 0)[-1 if reverse else 0] = 0
+    np.testing.assert_array_equal(gradients["a"], gradients["b"] * before)
+
+
+def test_a_gate_that_broadcasts_receives_the_sum():
+    h, received = (rng(seed).integers(-3, 4, (2, 3, 4)).astype(float) for seed in (1, 2))
+    for shape in ((), (4,), (3, 1), (2, 1, 4), (1, 1, 1)):
+        a = rng(3).integers(-1, 2, shape).astype(float)
+        full = oracle.linear_scan_vjp(np.broadcast_to(a, h.shape), h, received)["a"]
+        of_a = oracle.linear_scan_vjp(a, h, received)["a"]
+        assert of_a.shape == shape
+        wide = full.sum(axis=tuple(d for d in range(3) if np.broadcast_to(a, h.shape).strides[d] == 0))
+        np.testing.assert_array_equal(of_a.ravel(), wide.ravel())
+
+
+def differences(loss, x, step=1e-6):
+    """The gradient of a real loss at x by central differences, of both parts of a complex x."""
+    gradient = np.zeros_like(x)
+    for at in np.ndindex(x.shape):
+        for unit in (1, 1j) if x.dtype.kind == "c" else (1,):
+            moved = [x.copy(), x.copy()]
+            moved[0][at] += step * unit
+            moved[1][at] -= step * unit
+            gradient[at] += unit * (loss(moved[0]) - loss(moved[1])) / (2 * step)
+    return gradient
+
+
+def against_differences(scan, vjp, inputs, received, received_last, fixed):
+    """All gradients of a weighted sum of the outputs and last states."""
+
+    def loss(name, x):
+        result = scan(**{**inputs, name: x}, **fixed)
+        return sum((np.conj(w) * x).sum().real for w, x in ((received, result.value), (received_last, result.last)))
+
+    gradients = vjp(inputs)
+    assert set(gradients) == {name for name, x in inputs.items() if x is not None}
+    for name, gradient in gradients.items():
+        assert gradient.shape == inputs[name].shape
+        expected = differences(lambda x, name=name: loss(name, x), inputs[name])
+        np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-8 * (1 + abs(loss(name, inputs[name]))))
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, [1, 1, 4, 8, 8]])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("is_complex", [False, True])
+def test_linear_gradients_against_differences(is_complex, reverse, cu_seqlens):
+    r = rng(5)
+
+    def draw(*shape):
+        x = r.normal(size=shape)
+        return x + 1j * r.normal(size=shape) if is_complex else x
+
+    lead = () if cu_seqlens is None else (4,)
+    inputs = {"a": draw(1, 9, 2), "b": draw(2, 9, 2), "h0": draw(*lead, 2, 2)}
+    received, last = draw(2, 9, 2), draw(*lead, 2, 2)
+    fixed = {"axis": 1, "reverse": reverse, "cu_seqlens": cu_seqlens}
+    fixed |= {"mask": r.random((2, 9, 1)) < 0.8, "reset": r.random((1, 9, 2)) < 0.2}
+
+    def vjp(inputs):
+        h = oracle.linear_scan(**inputs, **fixed).value
+        return oracle.linear_scan_vjp(inputs["a"], h, received, inputs["h0"], grad_last_state=last, **fixed)
+
+    against_differences(oracle.linear_scan, vjp, inputs, received, last, fixed)
+
+
+@pytest.mark.parametrize("rubbish", [np.nan, np.inf])
+def test_linear_gradients_of_steps_that_are_not_read(rubbish):
+    gates, h, received = np.array(GATES), np.array(STATES, float), np.ones(8)
+    clean = oracle.linear_scan_vjp(gates, h, received, 6.0, mask=MASK, reset=RESET)
+    gates[~MASK | RESET] = rubbish
+    dirty = oracle.linear_scan_vjp(gates, h, received, 6.0, mask=MASK, reset=RESET)
+    for name, x in clean.items():
+        np.testing.assert_array_equal(dirty[name], x)
+    # What comes after a reset, or in another sequence or outside, is in no other gradient.
+    received[5:] = h[5:] = rubbish
+    for marks, h0 in (
+        ({"reset": RESET}, 6.0),
+        ({"cu_seqlens": [0, 5]}, [6.0]),
+        ({"cu_seqlens": [0, 5, 8]}, None),
+        ({"cu_seqlens": [0, 5, 8]}, [6.0, 7.0]),
+    ):
+        behind = oracle.linear_scan_vjp(GATES, h, received, h0, **marks)
+        assert np.isfinite(behind["a"][:5]).all()
+        assert np.isfinite(behind["b"][:5]).all()
+        assert np.isfinite(np.ravel(behind.get("h0", 0.0))[0])
+        assert (behind["a"][5] == 0) == (h0 != [6.0, 7.0])
+
+
+# selective_scan_vjp
+
+
+def test_selective_gradients_worked_by_hand():
+    # The two steps above: gates 1/2 and 1/4, states 4, 5, 11.25. g = [2 + 1/4, -1 + 2], p = [1.125, 0.25].
+    u, delta, C = np.reshape([[3.0, 5.0], [1.0, 2.0], [2.0, -1.0]], (3, 1, 2, 1))
+    log2 = np.log(2.0)
+    gradients = oracle.selective_scan_vjp(
+        u, delta, [[-log2]], np.ones((1, 2, 1)), C, [10.0], h0=[[[4.0]]], grad_out=np.ones((1, 2, 1)),
+        grad_last_state=[[[2.0]]],
+    )  # fmt: skip
+    expected = {
+        "u": [2.25 + 10, 2 + 10], "delta": [-log2 * 4.5 + 2.25 * 3, -log2 * 1.25 + 5], "A": [4.5 + 2 * 1.25],
+        "B": [2.25 * 3, 10], "C": [5, 11.25], "D": [8], "h0": [1.125],
+    }  # fmt: skip
+    assert set(gradients) == set(expected)
+    for name, x in expected.items():
+        np.testing.assert_allclose(gradients[name].ravel(), x, rtol=1e-14)
+
+
+OPTIONS = [
+    {}, {"reverse": True}, {"layout": "bdl", "groups": 2}, {"delta_limit": (0.3, 1.0)}, {"constant": "B", "groups": 1},
+    {"is_complex": True}, {"constant": "C", "is_complex": True, "reverse": True}, {"constant": "BC", "marks": True},
+    {"marks": True, "layout": "bdl"}, {"marks": True, "is_complex": True, "groups": 2},
+    {"cu_seqlens": [0, 2, 2, 5], "reverse": True}, {"cu_seqlens": [1, 3, 5], "marks": True, "is_complex": True},
+    {"without": ("D", "z", "delta_bias")}, {"without": ("z", "h0"), "marks": True}, {"delta_softplus": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_selective_gradients_against_differences(options):
+    options = dict(options)
+    cu_seqlens, marks, layout = (options.pop(k, x) for k, x in (("cu_seqlens", None), ("marks", 0), ("layout", "bld")))
+    kinds = {k: options.pop(k) for k in ("groups", "constant", "is_complex") if k in options}
+    without = options.pop("without", ())
+    inputs = layer(2 if cu_seqlens is None else 1, 5, 2, 2, **kinds, seed=len(str(options)))
+    softplus = options.pop("delta_softplus", inputs.pop("delta_softplus"))
+    r = rng(6)
+    if not softplus:
+        inputs |= {name: np.abs(inputs[name]) for name in ("delta", "delta_bias")}
+
+    def states(n):
+        x = r.normal(size=(n, 2, 2))
+        return x + 1j * r.normal(size=x.shape) if kinds.get("is_complex") else x
+
+    sequences = 2 if cu_seqlens is None else len(cu_seqlens) - 1
+    inputs["h0"], last = states(sequences), states(sequences)
+    inputs |= dict.fromkeys(without)
+    flags = r.random((2, *inputs["u"].shape[:2])) < [[[0.8]], [[0.2]]]
+    received = r.normal(size=inputs["u"].shape)
+    if layout == "bdl":
+        received = received.swapaxes(1, 2)
+        inputs |= {k: np.moveaxis(x, 1, -1) for k, x in inputs.items() if k in ("u", "delta", "z", "B", "C")}
+    fixed = {**options, "delta_softplus": softplus, "cu_seqlens": cu_seqlens, "layout": layout}
+    if marks:
+        fixed |= {"mask": flags[0], "reset": flags[1]}
+
+    def vjp(inputs):
+        return oracle.selective_scan_vjp(**inputs, **fixed, grad_out=received, grad_last_state=last)
+
+    against_differences(oracle.selective_scan, vjp, inputs, received, last, fixed)
+
+
+@pytest.mark.parametrize("is_complex", [False, True])
+def test_gradients_of_the_last_state_and_of_y_add_up(is_complex):
+    inputs = {**layer(is_complex=is_complex), "mask": rng(1).random((2, 12)) < 0.8}
+    received, last = rng(2).normal(size=(2, 12, 4)), rng(3).normal(size=(2, 4, 3))
+    both = oracle.selective_scan_vjp(**inputs, grad_out=received, grad_last_state=last)
+    of_y = oracle.selective_scan_vjp(**inputs, grad_out=received)
+    of_last = oracle.selective_scan_vjp(**inputs, grad_last_state=last)
+    for name, x in both.items():
+        np.testing.assert_allclose(of_y[name] + of_last[name], x, rtol=1e-12, atol=1e-13)
+    # y alone has C, D and z in it.
+    for name in ("C", "D", "z"):
+        np.testing.assert_array_equal(of_last[name], 0)
+
+
+def test_gradient_of_delta_passes_inside_its_limits_only():
+    one, delta = np.ones((1, 5, 1)), np.array([0.5, 1.0, 1.5, 2.0, 2.5]).reshape(1, 5, 1)
+    gradients = oracle.selective_scan_vjp(
+        one, delta, [[-1.0]], one, one, delta_bias=[0.0], grad_out=one, delta_limit=(1, 2)
+    )
+    np.testing.assert_array_equal(gradients["delta"].ravel() != 0, [False, True, True, True, False])
+    assert gradients["delta_bias"] == gradients["delta"].sum()
+    delta[0, 2] = np.nan
+    for limit, passes in (((1, 2), False), (None, True)):
+        gradients = oracle.selective_scan_vjp(one, delta, [[-1.0]], one, one, grad_out=one, delta_limit=limit)
+        assert np.isnan(gradients["delta"][0, 2, 0]) == passes
+
+
+IN_TIME = ("u", "delta", "B", "C", "z")
+
+
+@pytest.mark.parametrize("constant", ["", "BC"])
+def test_selective_gradients_of_masked_steps_are_those_of_zeros(constant):
+    mask, reset = rng(1).random((2, 12)) < 0.7, rng(2).random((2, 12)) < 0.2
+    inputs = layer(constant=constant)
+    received, last = rng(3).normal(size=(2, 12, 4)), rng(4).normal(size=(2, 4, 3))
+    gradients = []
+    for value in (0.0, np.nan):
+        given = {k: x.copy() for k, x in (inputs | {"grad_out": received}).items() if k != "delta_softplus"}
+        for name in (*IN_TIME, "grad_out"):
+            if given[name].ndim == 3:
+                given[name][~mask] = value
+        gradients.append(
+            oracle.selective_scan_vjp(**given, delta_softplus=True, grad_last_state=last, mask=mask, reset=reset)
+        )
+    for name, x in gradients[0].items():
+        np.testing.assert_array_equal(gradients[1][name], x)
+        assert np.isfinite(x).all()
+        if name in IN_TIME and x.ndim == 3:
+            np.testing.assert_array_equal(x[~mask], 0)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_selective_gradients_stay_in_their_sequence(reverse):
+    inputs = layer(batch=1)
+    options = {"cu_seqlens": [1, 4, 4, 9], "reverse": reverse, "h0": rng(1).normal(size=(3, 4, 3))}
+    received = np.zeros((1, 12, 4))
+    received[0, 4:9] = 1
+    gradients = oracle.selective_scan_vjp(**inputs, **options, grad_out=received)
+    for name in IN_TIME:
+        np.testing.assert_array_equal(gradients[name][0, [0, 1, 2, 3, 9, 10, 11]], 0)
+    np.testing.assert_array_equal(gradients["h0"][:2], 0)
+    assert (gradients["h0"][2] != 0).all()
+    # An empty sequence hands on what it returns.
+    last = rng(2).normal(size=(3, 4, 3))
+    np.testing.assert_array_equal(
+        oracle.selective_scan_vjp(**inputs, **options, grad_last_state=last)["h0"][1], last[1]
+    )
+    # NaN in one, and outside.
+    clean = oracle.selective_scan_vjp(**inputs, **options, grad_out=np.ones((1, 12, 4)))
+    for name in IN_TIME:
+        inputs[name][0, [0, 6, 9, 10, 11]] = np.nan
+    gradients = oracle.selective_scan_vjp(**inputs, **options, grad_out=np.ones((1, 12, 4)))
+    for name in IN_TIME:
+        np.testing.assert_array_equal(gradients[name][0, 1:4], clean[name][0, 1:4])
+        np.testing.assert_array_equal(gradients[name][0, [0, 9, 10, 11]], 0)
+        assert np.isnan(gradients[name][0, 4:9]).any()
+    np.testing.assert_array_equal(gradients["h0"][:2], clean["h0"][:2])
+
+
+def test_no_steps_hand_on_the_gradient_of_the_last_state():
+    last = np.arange(6.0).reshape(1, 2, 3)
+    empty = np.zeros((1, 0, 2))
+    gradients = oracle.selective_scan_vjp(
+        empty, empty, -np.ones((2, 3)), np.ones((2, 3)), np.ones((1, 0, 3)), h0=last, grad_last_state=last
+    )
+    np.testing.assert_array_equal(gradients["h0"], last)
+    np.testing.assert_array_equal(gradients["A"], np.zeros((2, 3)))
+    assert gradients["C"].shape == (1, 0, 3)
+    gradients = oracle.linear_scan_vjp(np.zeros((2, 0)), np.zeros((2, 0)), None, [1, 2], grad_last_state=[3, 4])
+    np.testing.assert_array_equal(gradients["h0"], [3, 4])
+
+
 # The bound holds
 
 

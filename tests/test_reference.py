@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuscan import reference
+from cuscan import STATE_INTERVAL, reference
 from cuscan.testing import oracle
 
 BF16 = ml_dtypes.bfloat16
@@ -494,14 +494,14 @@ def layer(batch=2, length=10, channels=6, state=3, *, B=1, C=1, dtype=np.float32
 
 def selective_scan(
     u, delta, A, B, C, D=None, z=None, delta_bias=None, *, h0=None, out=None, segments=1, reverse=False,
-    delta_softplus=True, delta_limit=None, mask=None, reset=None, cu_seqlens=None
+    delta_softplus=True, delta_limit=None, mask=None, reset=None, cu_seqlens=None, states=None
 ):  # fmt: skip
     accumulate = np.dtype(np.complex64 if A.dtype.kind == "c" else ACCUMULATE[u.dtype.type])
     out = np.empty(u.shape, u.dtype) if out is None else out
     last = reference.selective_scan(
         u, delta, A, B, C, D, z, delta_bias, None if h0 is None else h0.astype(accumulate), out,
         delta_softplus=delta_softplus, delta_limit=delta_limit, reverse=reverse, accumulate=accumulate,
-        segments=segments, **flags(mask, reset, cu_seqlens, u.shape[:2]),
+        segments=segments, **flags(mask, reset, cu_seqlens, u.shape[:2]), states=states,
     )  # fmt: skip
     assert last.dtype == accumulate
     return out, last
@@ -807,6 +807,83 @@ def test_selective_peak_memory(batch, length, channels, state, segments):
     tile = 4 * max(reference.TILE_ELEMENTS, batch * channels * segments)
     assert peak < 6 * step + 8 * tile + (1 << 18)
     assert peak < out.nbytes * state / 3
+
+
+def saved_states(inputs, *, segments=1, **options):
+    batch, length, _ = inputs["u"].shape
+    accumulate = np.complex64 if inputs["A"].dtype.kind == "c" else ACCUMULATE[inputs["u"].dtype.type]
+    states = np.full((batch, -(-length // STATE_INTERVAL), *inputs["A"].shape), np.nan, accumulate)
+    selective_scan(**inputs, **options, segments=segments, states=states)
+    return states
+
+
+def expected_states(inputs, *, h0=None, reverse=False, mask=None, reset=None, cu_seqlens=None, **options):
+    """For each interval its index, the oracle's state and its bound: what the steps of its sequence before it leave."""
+    batch, length, _ = inputs["u"].shape
+    bounds = [0, length] if cu_seqlens is None else cu_seqlens
+    for k, t in enumerate(range(0, length, STATE_INTERVAL)):
+        step = length - 1 - t if reverse else t
+        s = next((s for s, (begin, end) in enumerate(pairwise(bounds)) if begin <= step < end), None)
+        if s is None:
+            yield k, 0, 0
+            continue
+        part = slice(step + 1, bounds[s + 1]) if reverse else slice(bounds[s], step)
+        before = {name: x[:, part] if name in ("u", "delta", "B", "C", "z") and x is not None and x.ndim > 2 else x
+                  for name, x in inputs.items()}  # fmt: skip
+        marks = {name: x[:, part] for name, x in (("mask", mask), ("reset", reset)) if x is not None}
+        entering = h0 if h0 is None or cu_seqlens is None else h0[s : s + 1]
+        scan = oracle.selective_scan(
+            **before, **marks, **options, h0=entering, reverse=reverse, eps=roundoff(inputs["u"].dtype.type)
+        )
+        enters = np.ones((batch, 1, 1)) if reset is None else ~reset[:, step, None, None]
+        yield k, np.where(enters, scan.last, 0), np.where(enters, scan.last_bound, 0)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("with_h0", [False, True])
+def test_selective_saves_the_state_that_enters_an_interval(reverse, with_h0):
+    for length in (0, 1, 31, 32, 33, 64, 65, 97, 130):
+        inputs = layer(2, length, 2, 1, B=None if length % 2 else 1, seed=length)
+        h0 = rng().normal(size=(2, 2, 1)).astype(np.float32) if with_h0 else None
+        options = {"h0": h0, "reverse": reverse, "delta_softplus": True}
+        expected = list(expected_states(inputs, **options))
+        for segments in (1, 2, 7, 1000):
+            states = saved_states(inputs, segments=segments, **options)
+            for k, value, bound in expected:
+                oracle.assert_scan_close(states[:, k], value * np.ones_like(states[:, k]), bound)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_selective_saves_states_with_marks(reverse):
+    for seed in range(12):
+        r = rng(seed)
+        length = int(r.integers(1, 140))
+        batch = 1 if seed % 2 else 2
+        inputs = exact_layer(batch, length, seed=seed)
+        mask, reset = r.random((batch, length)) < 0.7, r.random((batch, length)) < 0.05
+        reset[:, :: 2 * STATE_INTERVAL] = seed % 4 > 1
+        cu_seqlens = None
+        if batch == 1:  # ends on an edge, around it, and outside
+            cu_seqlens = np.sort(np.minimum([r.integers(0, 40), 32, 32, 65, 96, length - r.integers(0, 2)], length))
+        h0 = r.integers(-3, 4, (batch if cu_seqlens is None else 5, 4, 3)).astype(np.float32) if seed % 3 else None
+        outside = np.zeros((batch, length), bool)
+        if cu_seqlens is not None:
+            outside[:, : cu_seqlens[0]] = outside[:, cu_seqlens[-1] :] = True
+        poison_steps(inputs, ~mask | outside)
+        options = {"h0": h0, "reverse": reverse, "mask": mask, "reset": reset, "cu_seqlens": cu_seqlens}
+        expected = list(expected_states(inputs, **options))
+        for segments in (1, 3):
+            states = saved_states(inputs, segments=segments, delta_softplus=False, **options)
+            for k, value, _ in expected:
+                np.testing.assert_array_equal(states[:, k], np.broadcast_to(value, states[:, k].shape))
+
+
+@pytest.mark.parametrize(("dtype", "parameter"), [(BF16, np.float32), (np.float64, np.float64), (BF16, np.complex64)])
+def test_selective_saves_states_in_the_accumulation_type(dtype, parameter):
+    inputs = layer(2, 70, 2, dtype=dtype, parameter=parameter)
+    states = saved_states(inputs, segments=3)
+    for k, value, bound in expected_states(inputs, delta_softplus=True):
+        oracle.assert_scan_close(states[:, k], value * np.ones((2, 2, 3)), bound)
 
 
 @pytest.mark.parametrize("tile", [1, 5])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import cuscan
 from cuscan._plan import Schedule, SelectiveKind, forced, selective_tiles, states_a_thread
-from cuscan.testing import oracle
+from cuscan.testing import Layout, Plan, SelectiveProblem, _bounds, oracle
 
 BF16 = ml_dtypes.bfloat16
 full_on_host = pytest.mark.full_on_host
@@ -611,10 +611,91 @@ def test_peak_of_numpy_is_far_below_all_states():
     assert peak < u.nbytes * 64 / 8
 
 
-# what comes next
+# saved states
 
 
-def test_what_is_not_there_yet_is_refused_by_name(executor):
-    one = case(1, 3, 2, 2, options=())
-    with pytest.raises(NotImplementedError, match="return_states"):
-        executor(cuscan.selective_scan, *one.inputs, return_states=True)
+def whole_chunks(executor, one):
+    """Plans whose chunks begin where states are saved."""
+    return plans(executor, one, chunk=32)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 64, 65, 97, 130])
+def test_saved_states_are_the_last_states_of_what_comes_before(executor, layout, length):
+    one = case(2, length, 5, 3, layout=layout, options=("D", "h0"), exact=True)
+    time = 1 if layout == "bld" else 2
+    u, delta, A, B, C = one.inputs
+    for plan in whole_chunks(executor, one):
+        _, _, states = one.run(executor, plan, return_states=True)
+        assert (states.shape, states.dtype) == ((2, -(-length // 32), 5, 3), np.float32)
+        assert states.flags.c_contiguous
+        for k in range(states.shape[1]):
+            before = [np.take(x, range(32 * k), time) for x in (u, delta, B, C)]
+            expected = oracle.selective_scan(before[0], before[1], A, *before[2:], h0=one.given["h0"], layout=layout)
+            np.testing.assert_array_equal(states[:, k], expected.last, err_msg=f"{k} {plan}")
+
+
+@pytest.mark.parametrize("item", ITEMS)
+@pytest.mark.parametrize("state", [5, 17, *(pytest.param(n, marks=full_on_host) for n in (16, 70))])
+@LAYOUTS
+def test_saved_states_of_real_inputs(executor, item, state, layout):
+    one = case(2, 70, 6, state, item=item, layout=layout, groups=2)
+    eps = 2.0**-53 if item is np.float64 else 2.0**-24
+    value, bound = _bounds.selective_states(*one.inputs, **one.given, layout=layout, eps=eps)
+    for plan in whole_chunks(executor, one):
+        y, last, states = one.run(executor, plan, return_states=True)
+        oracle.assert_scan_close(states, value, bound)
+        for x, expected in zip(one.run(executor, plan), (y, last), strict=True):
+            np.testing.assert_array_equal(x.view(np.uint8), expected.view(np.uint8))
+
+
+@pytest.mark.full_on_host
+@pytest.mark.parametrize("constant", [(), ("B",), ("C",), ("B", "C")])
+def test_saved_states_are_complex_where_the_state_is(executor, constant):
+    one = case(2, 70, 5, 5, item=np.float32, rates=np.complex64, constant=constant)
+    value, bound = _bounds.selective_states(*one.inputs, **one.given)
+    for plan in whole_chunks(executor, one):
+        _, _, states = one.run(executor, plan, return_states=True)
+        assert states.dtype == np.complex64
+        oracle.assert_scan_close(states, value, bound)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("reverse", [False, True])
+def test_saved_states_with_masks_resets_and_packed_sequences(executor, layout, reverse):
+    laid = Layout()
+    every_plan = (Plan(), Plan("serial"), Plan("split", chunk=32), Plan(segments=3))
+    for seed in range(6):
+        packed = {"batch": 1, "cu_seqlens": laid, "lengths": (29, 0, 32, 1, 6), "head": 3} if seed % 2 else {"batch": 2}
+        problem = SelectiveProblem(
+            seed, length=74, channels=5, state=3, dtype="bfloat16", layout=layout, mask=laid, reset=laid,
+            h0=laid if seed % 3 else None, reverse=reverse, states=True, plans=every_plan, **packed,
+        )  # fmt: skip
+        problem.check(lambda function, arguments: executor(function, **arguments))
+
+
+def test_a_saved_state_is_what_enters_that_step(executor):
+    # Step 32 is reset, step 64 begins a sequence, and step 96 is outside of all.
+    ones = np.ones((1, 100, 2), BF16)
+    reset = np.arange(100)[None] == 32
+    given = {"u": ones, "delta": ones, "A": np.zeros((2, 1), np.float32), "B": ones[..., :1], "C": ones[..., :1]}
+    given |= {"reset": reset, "cu_seqlens": np.array([0, 64, 95]), "h0": np.full((2, 2, 1), 1000, np.float32)}
+    given["h0"][1] = 2000
+    _, states = executor(cuscan.selective_scan, **given, return_states=True)
+    np.testing.assert_array_equal(states[0, :, 0, 0], [1000, 0, 2000, 0])
+    # Against time the sequences begin at steps 94 and 63; states are saved before steps 99, 67, 35 and 3.
+    _, last, states = executor(cuscan.selective_scan, **given, return_last_state=True, return_states=True, reverse=True)
+    np.testing.assert_array_equal(states[0, :, 0, 0], [0, 2027, 1028, 29])
+    np.testing.assert_array_equal(last[:, 0, 0], [33, 2031])
+
+
+def test_saved_states_begin_whole_chunks(host_executor):
+    one = case(1, 70, 5, 3)
+    with pytest.raises(ValueError, match="chunks of whole intervals of 32, got 21"):
+        one.run(host_executor, {"schedule": Schedule.SPLIT, "chunk": 21}, return_states=True)
+
+
+@pytest.mark.parametrize("wrong", [1, None, "yes"])
+def test_return_states_is_a_flag(wrong):
+    with pytest.raises(TypeError, match="return_states must be True or False"):
+        cuscan.selective_scan(*case(1, 3, 2, 2, options=()).inputs, return_states=wrong)

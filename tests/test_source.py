@@ -68,9 +68,8 @@ def test_names_are_readable_few_and_mean_one_thing():
     meanings = {}
     for source in SOURCES.values():
         for name in source.names:
-            assert re.fullmatch(r"((linear|selective)_scan|selective_state_update)_[A-Za-z0-9_]+|step_marks", name), (
-                name
-            )
+            family = r"(linear_scan|selective_scan|selective_state_update|sum_partials)_[A-Za-z0-9_]+|step_marks"
+            assert re.fullmatch(family, name), name
             # Modules of 16-bit items have kernels of float32 too, for their summaries.
             meaning = source.text[source.text.index(f" {name}(") :].partition("\n}")[0].partition(";")[0]
             assert meanings.setdefault(name, meaning) == meaning
@@ -91,15 +90,19 @@ def test_sizes_that_python_counts_on_are_asserted(name):
     (arguments,) = set(re.findall(r"\(const (\w+) args\)", tail))
     size = {
         "LinearArgs": _source.LINEAR_ARGS,
+        "LinearBackwardArgs": _source.LINEAR_BACKWARD_ARGS,
         "SelectiveArgs": _source.SELECTIVE_ARGS,
+        "SelectiveBackwardArgs": struct.calcsize(_source.BACKWARD_HEAD) + struct.calcsize(_source.BACKWARD_TAIL),
+        "SumArgs": _source.SUM_ARGS,
         "MarkArgs": struct.calcsize(_source.MARK_ARGS),
         "UpdateArgs": struct.calcsize(_source.UPDATE_ARGS),
     }[arguments]
     assert f"static_assert(sizeof({arguments}) == {size}," in tail
-    shared = re.findall(r"static_assert\(sizeof\(SelectiveTile<(.+?)>::Shared\) == (\d+),", tail)
-    tiles = re.findall(r"selective_scan<SelectiveTile<(.+?)>, \w+>", tail)
+    shared = re.findall(r"static_assert\(sizeof\((\w+Tile<.+?>)::Shared\) == (\d+),", tail)
+    tiles = re.findall(r"selective_scan(?:_backward)?<(\w+Tile<.+?>), \w+>", tail)
     assert sorted(template for template, _ in shared) == sorted(set(tiles))
-    assert len(tiles) == (len(SOURCES[name].names) if arguments == "SelectiveArgs" else 0)
+    assert len(tiles) == (len(SOURCES[name].names) if arguments.startswith("Selective") else 0)
+    assert SOURCES[name].dynamic_shared.keys() == (set(SOURCES[name].names) if tiles else set())
 
 
 def test_every_assertion_has_a_sentence():

@@ -14,10 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from cuscan._plan import SelectiveTile  # noqa: F401 in reprs
 from cuscan.testing import (
     Layout,
+    LinearGradientProblem,
     LinearProblem,
     Numpy,
     Plan,
+    SelectiveGradientProblem,
     SelectiveProblem,
+    gradient_problems,
     linear_problems,
     problems,
     selective_problems,
@@ -25,6 +28,17 @@ from cuscan.testing import (
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 DRAWS = [problems.draw_linear, problems.draw_selective]
+
+
+def draw_linear_gradients(*draw, **options):
+    return problems.draw_gradients(*draw, problems.draw_linear(*draw, **options))
+
+
+def draw_selective_gradients(*draw, **options):
+    return problems.draw_gradients(*draw, problems.draw_selective(*draw, **options))
+
+
+GRADIENT_DRAWS = [draw_linear_gradients, draw_selective_gradients]
 
 
 @QUICK
@@ -36,6 +50,12 @@ def test_numpy_runs_every_linear_problem(problem):
 @QUICK
 @given(selective_problems(largest=2000))
 def test_numpy_runs_every_selective_problem(problem):
+    problem.check(Numpy())
+
+
+@QUICK
+@given(gradient_problems(linear_problems(largest=1000) | selective_problems(largest=1000)))
+def test_numpy_runs_every_problem_of_gradients(problem):
     problem.check(Numpy())
 
 
@@ -56,7 +76,7 @@ def same_arguments(x, y):
     )
 
 
-@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("draw", DRAWS + GRADIENT_DRAWS)
 def test_a_repr_is_python_and_the_arrays_come_from_it(draw):
     source = random.Random(5)
     for _ in range(60):
@@ -135,6 +155,109 @@ def test_draws_cover_strides_dtypes_options_and_plans(draw):
     assert {name: seen[name] for name in names if seen[name] < 3} == {}
     for name, share in (("mask", 1 / 3), ("reset", 1 / 3), ("cu_seqlens", 1 / 4)):
         assert share - 0.1 < seen[name] / 400 < share + 0.1
+
+
+@pytest.mark.parametrize("draw", GRADIENT_DRAWS)
+def test_draws_of_gradients_cover_their_options(draw):
+    source = random.Random(0)
+    seen = Counter()
+    for _ in range(300):
+        problem = draw(source.choice, source.randint, largest=1000)
+        arguments = problem.arguments()
+        received = arguments["grad_h" if isinstance(problem, LinearGradientProblem) else "grad_out"]
+        last = arguments["grad_last_state"]
+        assert received is not None or last is not None
+        seen["result alone"] += last is None
+        seen["last alone"] += received is None
+        wide = received is not None and received.dtype != arguments.get("h", arguments.get("u")).dtype
+        seen["gradient of another type"] += wide
+        for x in (received, last, arguments.get("states", arguments.get("h"))):
+            if x is not None:
+                seen["broadcast"] += any(s == 0 and n > 1 for s, n in zip(x.strides, x.shape, strict=True))
+                seen["not contiguous"] += not x.flags.c_contiguous
+                assert not x.flags.writeable
+        seen.update(problem.kinds())
+        seen["states computed again"] += isinstance(problem, SelectiveGradientProblem) and problem.saved is None
+        seen["exact"] += problem.values == "exact" and all(
+            not bound.any() for name, (_, bound) in problem.expected(arguments).items() if not name.startswith("delta")
+        )
+        if isinstance(problem, LinearGradientProblem):
+            seen["gate of its own shape"] += np.shape(arguments["a"]) not in ((), arguments["h"].shape)
+            seen["scalar gate"] += not isinstance(arguments["a"], np.ndarray)
+    names = ["result alone", "last alone", "gradient of another type", "broadcast", "not contiguous", "exact", "nan"]
+    names += ["wide", "grad_dtype", "saved", "mask", "reset", "cu_seqlens", "h0", "reverse", "real"]
+    linear = draw is draw_linear_gradients
+    names += ["gate of its own shape", "scalar gate"] if linear else ["states computed again", "complex", "constant"]
+    assert {name: seen[name] for name in names if seen[name] < 3} == {}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_no_gradient_is_made_of_is_nan_for_half_of_the_seeds(reverse):
+    hidden = Counter()
+    for seed in range(40):
+        of = LinearProblem(
+            seed, (3, 20), 1, reverse, values="real", h0=Layout(), mask=Layout(), reset=Layout(),
+            cu_seqlens=Layout(), lengths=(5, 0, 9), head=2,
+        )  # fmt: skip
+        arguments = LinearGradientProblem(of).arguments()
+        outside = (np.arange(20) < 2) | (np.arange(20) >= 16)
+        received, h = (np.isnan(arguments[name]) for name in ("grad_h", "h"))
+        hidden[bool(received.any())] += 1
+        if received.any():
+            assert (received == outside).all()
+            # A state is read by the next step of its sequence, unless that is masked or reset.
+            ends = np.isin(np.arange(20), (2, 7) if reverse else (6, 15))
+            reads = arguments["mask"] & ~arguments["reset"]
+            unread = ~np.roll(reads, 1 if reverse else -1, 1) | ends | outside
+            np.testing.assert_array_equal(h, unread)
+        else:
+            assert not h.any()
+        selective = SelectiveProblem(seed, 2, 20, 3, 2, values="real", mask=Layout(), reverse=reverse)
+        arguments = SelectiveGradientProblem(selective).arguments()
+        assert not np.isnan(arguments["grad_out"][arguments["mask"]]).any()
+    assert min(hidden.values()) > 10
+
+
+def test_problems_of_gradients_become_simpler():
+    layout = Layout(order=(2, 0, 1))
+    of = LinearProblem(shape=(4, 40, 3), axis=1, h0=layout, cu_seqlens=Layout(), lengths=(9, 21), head=3)
+    problem = LinearGradientProblem(of, Layout(pad=1), layout, Layout(skew=2), ("grad",), "float64")
+    simpler = list(problem.simpler())
+    changes = ({"grad": Layout()}, {"grad_last": None}, {"grad_last": Layout()}, {"saved": None}, {"saved": Layout()})
+    for change in (*changes, {"wide": ()}, {"grad_dtype": None}, {"of": replace(of, lengths=(9,))}):
+        assert replace(problem, **change) in simpler
+    plain = {"grad": Layout(), "grad_last": Layout(), "saved": Layout()}
+    assert replace(problem, of=LinearProblem(shape=(4, 40, 3), axis=1, h0=Layout()), **plain) in simpler
+    for each in simpler:
+        each.check(Numpy())
+
+
+def test_check_sees_a_wrong_gradient_and_names_it():
+    of = SelectiveProblem(length=40, channels=3, state=2, plans=(Plan(), Plan(chunk=32)), D=Layout())
+    for values, by in (("exact", 1), ("real", 1e-3)):
+        problem = SelectiveGradientProblem(replace(of, values=values))
+        calls = []
+
+        def executor(function, arguments, by=by, calls=calls):
+            gradients = function(**arguments)
+            calls.append(arguments)
+            gradients.D[1] += by * (len(calls) == 2)
+            return gradients
+
+        with pytest.raises(AssertionError, match=r"D under Plan\(chunk=32\): 1 of 3 .* at \(1,\)"):
+            problem.check(executor)
+
+
+def test_saved_states_are_checked():
+    problem = SelectiveProblem(length=70, channels=3, state=2, h0=Layout(), states=True)
+
+    def executor(function, arguments):
+        *results, states = function(**arguments)
+        states[0, 1] += 1
+        return (*results, states)
+
+    with pytest.raises(AssertionError, match=r"states under Plan\(\): 6 of 18 "):
+        problem.check(executor)
 
 
 def test_offsets_are_those_of_the_lengths_and_end_with_time():
