@@ -1,5 +1,8 @@
 """linear_scan_vjp on NumPy arrays and by its kernels, within its bounds and by the properties it promises."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -113,7 +116,7 @@ def test_exact_inputs_give_the_same_bits_by_every_plan(executor, dtype, reverse)
 @DIRECTIONS
 @pytest.mark.parametrize("rows", [1, 31, 32, 33, 70])
 def test_rows_that_fill_warps_and_do_not(executor, rows, reverse):
-    for length in (1, 5, 37, 64):
+    for length in (5, 32):
         one = case((length, rows), 0, exact=True, seed=rows, reverse=reverse)
         check(executor, one, plans(executor), exact=True)
 
@@ -248,7 +251,7 @@ def test_gradients_of_h_that_are_broadcast(executor, reverse):
     for shape, axis in (((3, 150), 1), ((41, 34), 0), ((5, 4, 33), 1)):
         one = case(shape, axis, reverse=reverse)
         for view in (one["grad_h"][..., :1], one["grad_h"][:1], np.ones((), F32)):
-            check(executor, one | {"grad_h": np.broadcast_to(view, shape)}, plans(executor))
+            check(executor, one | {"grad_h": np.broadcast_to(view, shape)}, plans(executor)[::3])
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -279,16 +282,16 @@ def test_items_at_odd_addresses(executor, plan):
     assert_same_bits(check(executor, one | odd, [plan]), run(executor, one, plan))
 
 
-@pytest.mark.parametrize("dims", [6, 7, 8])
+@pytest.mark.parametrize("dims", [6, 7, pytest.param(8, marks=on_host_full)])
 def test_row_axes_that_cannot_be_merged(executor, dims):
     shape = (2,) * dims
     one = case((*shape, 5), dims)
     one["a"] = case((*shape[::-1], 5), dims)["a"].transpose(*range(dims)[::-1], dims)
     for reverse in (False, True):
-        check(executor, one | {"reverse": reverse}, plans(executor, chunk=2))
+        check(executor, one | {"reverse": reverse}, plans(executor, chunk=2)[::4])
     for first, time in ((1, 5), (2, 5), (2, 1)):  # shared along every other axis, which cannot be merged either
         few = (*(first if d % 2 else 3 - first for d in range(dims)), time)
-        check(executor, case((*shape, 5), dims, exact=True, a_shape=few), plans(executor, chunk=2), exact=True)
+        check(executor, case((*shape, 5), dims, exact=True, a_shape=few), plans(executor, chunk=2)[::4], exact=True)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 3), (1,), (1, 1), (1, 5), (5, 1)])
@@ -318,25 +321,26 @@ def test_what_lies_between_and_behind_items_is_not_read(executor, dtype):
 # shared and scalar gates
 
 
-SHARED = [
-    ((3, 21, 5), a_shape)
-    for a_shape in [(1, 21, 5), (3, 1, 5), (3, 21, 1), (21, 5), (5,), (1, 21, 1), (21, 1), (1, 1, 1), (1,), ()]
-] + [
-    ((3, 40, 64), (3, 40, 1)),  # lanes that share
-    ((40, 4, 64), (1, 4, 1)),
-    ((45, 2, 32), (45, 1, 1)),
-    ((2, 130, 33), (130, 33)),
-    ((2, 130, 33), (33,)),
-]  # fmt: skip
+SHARED = [(3, 21, 5), (1, 21, 5), (3, 1, 5), (3, 21, 1), (1, 1, 5), (1, 21, 1), (3, 1, 1), (5,), (21, 1), (1,), ()]
+# Lanes that share their gates: along the only row axis, the fastest of two, and two that are one.
+LANES_SHARE = [((9, 64), 0, (9, 1)), ((2, 9, 32), 1, (2, 9, 1)), ((9, 3, 32), 0, (9, 1, 1)), ((9, 3, 32), 0, (3, 1))]
 
 
-@pytest.mark.parametrize(("shape", "a_shape"), SHARED)
-def test_gradients_of_shared_gates_are_summed(executor, shape, a_shape):
-    for axis in range(3):
-        for reverse in (False, True):
-            exact = case(shape, axis, exact=True, a_shape=a_shape, reverse=reverse)
-            check(executor, exact, plans(executor), exact=True)
-        check(executor, case(shape, axis, a_shape=a_shape), plans(executor))
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("a_shape", SHARED)
+def test_gradients_of_shared_gates_are_summed(executor, a_shape, axis):
+    one = case((3, 21, 5), axis, exact=True, a_shape=a_shape, reverse=axis == len(a_shape) % 3)
+    check(executor, one, plans(executor), exact=True)
+    check(executor, case((3, 21, 5), axis, a_shape=a_shape))
+
+
+@DIRECTIONS
+@pytest.mark.parametrize(("shape", "axis", "a_shape"), LANES_SHARE)
+def test_lanes_that_share_their_gates(executor, shape, axis, a_shape, reverse):
+    one = case(shape, axis, exact=True, a_shape=a_shape, reverse=reverse)
+    check(executor, one, plans(executor, chunk=4), exact=True)
+    check(executor, one | {"mask": rng().random(shape) < 0.7}, exact=True)
+    check(executor, case(shape, axis, a_shape=a_shape))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -403,13 +407,14 @@ def marked(marks, shape, axis, *, exact, dtype=F32, seed=0, how="int64", **more)
 @pytest.mark.parametrize("marks", MARKS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_marked_exact_inputs_give_the_same_bits_by_every_plan(executor, dtype, marks, reverse):
+    turn = list(MARKS).index(marks) + reverse  # the quick tier has some of these on the CPU executor
     for n, (shape, axis) in enumerate((((2, 45), 1), ((37, 33), 0))):
-        how = ("int32", "strided", "int64")[(list(MARKS).index(marks) + n) % 3]
+        how = ("int32", "strided", "int64")[(turn + n) % 3]
         one = marked(marks, shape, axis, exact=True, dtype=dtype, how=how, reverse=reverse)
-        wide = accumulation(dtype)
-        check(executor, one, plans(executor), exact=True, grad_dtype=wide)
-        check(executor, one | {"h0": None}, plans(executor), exact=True, grad_dtype=wide)
-        check(executor, one | {"grad_last_state": None}, exact=True, grad_dtype=wide)
+        for absent in ("", "h0", "grad_last_state") if executor.every_type else ((("", "h0")[turn // 2 % 2],)):
+            if executor.every_type or turn % 2 == n:
+                check(executor, one | ({absent: None} if absent else {}), plans(executor), exact=True,
+                      grad_dtype=accumulation(dtype))  # fmt: skip
 
 
 @DIRECTIONS
@@ -418,9 +423,8 @@ def test_marked_real_inputs_are_within_the_bound(executor, marks, reverse):
     for shape, axis in (((2, 1100), 1), ((70, 37), 0)):
         one = marked(marks, shape, axis, exact=False, reverse=reverse)
         check(executor, one, plans(executor, chunk=320))
-        check(executor, one | {"h0": None, "grad_h": None}, plans(executor, chunk=320))
-        check(executor, one | {"a": 0.9}, plans(executor, chunk=320))
-        check(executor, one | {"a": one["a"][:1]}, plans(executor, chunk=320))
+        for change in ({"h0": None, "grad_h": None}, {"a": 0.9}, {"a": one["a"][:1]}):
+            check(executor, one | change)
 
 
 @DIRECTIONS
@@ -428,7 +432,7 @@ def test_few_marks_in_long_rows(executor, reverse):
     # Most tiles have none. The marked steps are around the edges of words, rounds and tiles.
     edges = [0, 1, 31, 32, 127, 128, 511, 512, 513, 1024, 1599]
     for n, edge in enumerate(edges):
-        one = case((2, 1600), 1, exact=True, seed=n, reverse=reverse)
+        one = case((1, 1600), 1, exact=True, seed=n, reverse=reverse)
         one["reset"] = np.arange(1600) == edge
         one["mask"] = np.arange(1600) != edges[n - 1]
         check(executor, one, plans(executor, chunk=200), exact=True)
@@ -438,15 +442,13 @@ def test_few_marks_in_long_rows(executor, reverse):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_hidden_is_not_read(executor, dtype, seed):
     # Half of the seeds put NaN wherever nothing may depend on it.
-    laid = Layout()
-    steps = Plan(), Plan("serial"), Plan("block", "rows", row_warps=2), Plan("block", "time"), Plan("split", "rows", 20, 2)
+    laid, steps = Layout(), (Plan("serial"), Plan("block", "rows", row_warps=2), Plan("block", "time"))
+    steps = (Plan(), *steps, Plan("split", "rows", 20, 2), Plan("split", "time", 20, 2))
     packed = {"cu_seqlens": laid, "lengths": (9, 0, 23, 1, 32, 18), "head": 3} if seed % 2 else {}
     for axis, shape in ((1, (3, 90)), (0, (90, 34))):
         of = LinearProblem(seed, shape, axis, dtype=dtype, h0=laid, mask=laid, reset=laid, reverse=seed > 2, **packed)
-        hidden = LinearGradientProblem(of, laid, laid, laid)
-        LinearGradientProblem(
-            LinearProblem(**{**vars(of), "plans": steps}), hidden.grad, hidden.grad_last, hidden.saved
-        ).check(lambda f, x: executor(f, **x))
+        of = replace(of, plans=steps)
+        LinearGradientProblem(of, laid, laid, laid).check(lambda f, x: executor(f, **x))
 
 
 @DIRECTIONS
@@ -475,7 +477,7 @@ def test_packed_sequences_are_calls_of_their_own(executor, reverse):
     one = case((2, 60), 1, exact=True, sequences=(4,), cu_seqlens=np.array(offsets), reverse=reverse)
     for plan in plans(executor):
         whole = run(executor, one, plan)
-        for s, (begin, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+        for s, (begin, end) in enumerate(pairwise(offsets)):
             cut = {name: one[name][:, begin:end] for name in ("a", "h", "grad_h")}
             cut |= {name: one[name][s] for name in ("h0", "grad_last_state")}
             alone = run(executor, one | cut | {"cu_seqlens": None})
@@ -494,7 +496,7 @@ def test_a_reset_at_the_first_step_hides_h0(executor, reverse):
         one = case((3, 45), 1, sequences=sequences, cu_seqlens=offsets, reverse=reverse)
         bounds = [0, 45] if offsets is None else offsets
         reset = np.zeros(45, bool)
-        reset[[(end - 1 if reverse else begin) for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]] = True
+        reset[[(end - 1 if reverse else begin) for begin, end in pairwise(bounds)]] = True
         for plan in plans(executor):
             of_h0 = run(executor, one | {"reset": reset}, plan).h0
             if offsets is not None:
@@ -513,7 +515,9 @@ def test_a_gradient_may_be_cut_anywhere(executor, data, length, reverse, chunk):
     whole = run(executor, one, plan)
 
     def part(steps, **more):
-        return run(executor, one | {name: np.take(one[name], steps, axis) for name in ("a", "h", "grad_h")} | more, plan)
+        return run(
+            executor, one | {name: np.take(one[name], steps, axis) for name in ("a", "h", "grad_h")} | more, plan
+        )
 
     # What reaches the state between the two is the gradient of the later one's h0.
     earlier, later = (range(cut, length), range(cut)) if reverse else (range(cut), range(cut, length))
@@ -540,13 +544,13 @@ def test_the_same_call_gives_the_same_bits(executor):
 
 
 def test_fit_strides_and_alignment_do_not_change_bits(executor):
-    for a_shape in ((40, 300), (40, 1), (1, 300)):
-        one = case((40, 300), 1, a_shape=a_shape)
-        for plan in plans(executor, chunk=70):
+    for a_shape in ((34, 150), (34, 1), (1, 150)):
+        one = case((34, 150), 1, a_shape=a_shape)
+        for plan in plans(executor, chunk=40):
             if not plan:
                 continue  # the order that is chosen may depend on strides
             expected = run(executor, one, plan)
-            padded = np.zeros((40, 301), F32)
+            padded = np.zeros((34, 151), F32)
             padded[:, 1:] = one["h"]
             moved = one | {"h": padded[:, 1:], "grad_h": one["grad_h"][::-1].copy()[::-1]}
             assert_same_bits(run(executor, moved, plan), expected, plan)
