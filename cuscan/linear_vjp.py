@@ -91,7 +91,7 @@ def linear_scan_vjp(
     >>> a, b = np.array([0.5, 2.0, -1.0]), np.array([1.0, 2.0, 3.0])
     >>> h = cuscan.linear_scan(a, b)
     >>> cuscan.linear_scan_vjp(a, h, np.ones(3))
-    LinearGradients(a=array([0., 0., 4.]), b=array([ 1.,  0.,  1.]), h0=None)
+    LinearGradients(a=array([0., 0., 4.]), b=array([1., 0., 1.]), h0=None)
     """
     reverse = _arrays.check_flag("reverse", reverse)
     if a is None:
