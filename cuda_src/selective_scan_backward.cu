@@ -130,7 +130,7 @@ struct BackwardTile {
   static constexpr int kSlice = kStates * kGroups;
   static constexpr int kThreads = kChannels * kGroups, kWarps = kThreads / 32;
   static constexpr int kRow = kChannels + kRowPadding;
-  static constexpr int kSets = sizeof(Item) <= 4 ? 2 : 1;  // of slots
+  static constexpr int kSets = sizeof(Item) <= 2 ? 2 : 1;  // of slots
   static constexpr int kTogether = kAbreast / kStates;     // steps whose sums over channels are one butterfly
   static constexpr int kPieces = 2, kPiece = kStateInterval / kPieces;  // of an interval, and the steps in each
   using Grid = PairGrid<kPiece, kChannels, kThreads, kTimeFast>;

@@ -482,7 +482,7 @@ class BackwardTile:
         """Bytes of BackwardTile::Shared in selective_scan_backward.cu, which asserts them."""
         item, real, state = kind.item_bytes, kind.real_bytes, kind.state_bytes
         row = self.channels + 2
-        sets = 2 if item <= 4 else 1
+        sets = 2 if item <= 2 else 1
         sequences = STATE_INTERVAL * row * (3 + 2) * real + 2 * self.channels * real
         couples = sum(STATE_INTERVAL if varies else 1 for varies in (kind.time_B, kind.time_C))
         couples *= self.slice * (self.states + self.threads // 32) * state
@@ -497,9 +497,7 @@ class BackwardTile:
 
 def backward_tile(kind: SelectiveKind) -> BackwardTile:
     """The instantiation of a kind: gates and states of a tile's steps fit a thread's registers."""
-    if kind.state != "float32":
-        return BackwardTile(2, 16 if kind.item == "float64" else 32, 8)
-    return BackwardTile(4, 32, 8 if kind.time_B and kind.time_C else 4)
+    return BackwardTile(4, 32, 4) if kind.state == "float32" else BackwardTile(2, 16, 4)
 
 
 def backward_kind(kind: SelectiveKind) -> SelectiveKind:

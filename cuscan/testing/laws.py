@@ -163,7 +163,7 @@ _WARP_FOLD = """  const int lane = threadIdx.x;
   {map} total = {map}::identity();
   for (int i = 0; i < count; i += 32) {{
     const {map} own = i + lane < count ? items[i + lane] : {map}::identity();
-    const {map} warp = from_last_lane(warp_inclusive_scan(own, lane));
+    const {map} warp = from_lane(warp_inclusive_scan(own, lane), 31);
     total = i == 0 ? warp : combine(total, warp);
   }}
   if (lane == 0) *to = total;"""
@@ -283,7 +283,7 @@ __device__ Segmented<{real}> cut(Flat x) {{ return {{x.gate, x.input, x.resets !
 __device__ Flat flat(Segmented<{real}> x) {{ return {{x.gate, x.input, ({real})x.resets}}; }}
 __device__ Flat combine(Flat earlier, Flat later) {{ return flat(combine(cut(earlier), cut(later))); }}
 __device__ {real} apply(Flat map, {real} state) {{ return apply(cut(map), state); }}
-__device__ Flat from_last_lane(Flat x) {{ return flat(from_last_lane(cut(x))); }}
+__device__ Flat from_lane(Flat x, int lane) {{ return flat(from_lane(cut(x), lane)); }}
 __device__ Flat warp_inclusive_scan(Flat own, int lane) {{ return flat(warp_inclusive_scan(cut(own), lane)); }}
 """
 
