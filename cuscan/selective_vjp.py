@@ -92,11 +92,11 @@ def selective_scan_vjp(
     Notes
     -----
     Scratch, in the accumulation type: an array of B's and one of C's shape for each 32 channels of a group (16 in
-    complex64 and float64); an array (parts, channels, state + 2), twice the state more where B and C are constant in time, where
-    parts * channels / 32 is at most 16 a multiprocessor; two arrays (batch, chunks, state, channels) where time is cut
-    into chunks; where there are more than 16 states (8 in complex64 and float64) two arrays of u's shape, three with z;
-    and the marks of `selective_scan`. Where the states are not given, they and what the scan itself takes; where they
-    are not contiguous, a copy; with `grad_dtype` an array of h0's shape.
+    complex64 and float64); an array (parts, channels, state + 2), twice the state more where B and C are constant in
+    time, where parts * channels / 32 is at most 16 a multiprocessor; two arrays (batch, chunks, state, channels) where
+    time is cut into chunks; where there are more than 16 states (8 in complex64 and float64) two arrays of u's shape,
+    three with z; and the marks of `selective_scan`. Where the states are not given, they and what the scan itself
+    takes; where they are not contiguous, a copy; with `grad_dtype` an array of h0's shape.
 
     Examples
     --------
