@@ -165,13 +165,13 @@ def selective_scan_vjp(
 
     def read(name: str, steps: slice) -> Array:
         """(steps, batch, channels), 0 where a step does not count."""
-        return np.where(counts[steps], in_time[name][steps].astype(real), 0)
+        return np.ascontiguousarray(np.where(counts[steps], in_time[name][steps].astype(real), 0))
 
     def couple(name: str, x: Array, steps: slice) -> Array:
         """B or C: (steps, batch, state, channels or 1) or (state, channels)."""
         if name not in in_time:
-            return x.T.astype(accumulate)
-        x = in_time[name][steps].astype(accumulate).swapaxes(2, 3)
+            return x.T.astype(accumulate, order="C")
+        x = in_time[name][steps].astype(accumulate, order="C").swapaxes(2, 3)
         return x if x.shape[3] == 1 else np.repeat(x, channels // x.shape[3], axis=3)
 
     def add(name: str, term: Array, steps: slice) -> None:
@@ -183,7 +183,7 @@ def selective_scan_vjp(
         term = term.reshape(*term.shape[:3], groups, channels // groups)
         of[name][steps] = term.sum(axis=4).swapaxes(2, 3)
 
-    rates = A.T.astype(accumulate)
+    rates = A.T.astype(accumulate, order="C")
     p: Array = np.zeros((batch, *rates.shape), accumulate)
     for interval in reversed(range(states.shape[1])):
         first = interval * STATE_INTERVAL
