@@ -430,7 +430,11 @@ def test_the_two_layouts_give_the_same_bits(executor, kind):
     for plan in ({}, {"chunk": 32}):
         g, other = run(executor, bdl, plan), run(executor, {**bdl, **bld, "layout": "bld"}, plan)
         g |= {name: np.moveaxis(g[name], -1, 1) for name in varying(bdl)}
-        assert_same_bits(g, other)
+        # The order of the sums over batch and time that threads do follows the order of the axes.
+        summed = ("D", "delta_bias")
+        assert_same_bits(g, other, [name for name in NAMES if name not in summed])
+        for name in summed:
+            np.testing.assert_allclose(g[name].astype(float), other[name].astype(float), rtol=1e-5, atol=1e-5)
 
 
 LAYOUTS = {
