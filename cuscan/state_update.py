@@ -183,13 +183,15 @@ def _launch_all(place: Place, arrays: dict[str, Any], ready: _Ready, options: _O
 
 
 def _refuse_jax(arguments: dict[str, Any]) -> None:
-    """A state that JAX owns is never written to."""
-    state = arguments["state"]
-    if type(state).__module__.partition(".")[0] in ("jax", "jaxlib"):
-        raise TypeError(
-            "state is a JAX array, which cannot be changed in place; interop.jax.selective_state_update returns the "
-            "new state beside y"
-        )
+    """A state that JAX owns is never written to, and one that it does not own is not JAX's business."""
+    for name, x in arguments.items():
+        if type(x).__module__.partition(".")[0] in ("jax", "jaxlib"):
+            if name == "state":
+                raise TypeError(
+                    "state is a JAX array, which cannot be changed in place; interop.jax.selective_state_update returns "
+                    "the new state beside y"
+                )
+            raise TypeError(f"{name} is a {type(x).__module__}.{type(x).__name__}, and state is not a JAX array")
 
 
 def _check_state(state: Array, *, read_only: bool) -> None:

@@ -349,7 +349,8 @@ def test_every_kernel_with_segments(executor, monkeypatch, make, source):
 
 
 def test_no_kernel_with_segments_is_left_out():
-    modules = {source.text for name, source in _source.all_sources().items() if "segmented" in name}
+    sources = _source.all_sources().items()
+    modules = {source.text for name, source in sources if "segmented" in name and "backward" not in name}
     assert {parameters.values[1].text for parameters in KERNELS} == modules
 
 
