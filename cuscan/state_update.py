@@ -188,8 +188,8 @@ def _refuse_jax(arguments: dict[str, Any]) -> None:
         if type(x).__module__.partition(".")[0] in ("jax", "jaxlib"):
             if name == "state":
                 raise TypeError(
-                    "state is a JAX array, which cannot be changed in place; interop.jax.selective_state_update returns "
-                    "the new state beside y"
+                    "state is a JAX array, which cannot be changed in place; interop.jax.selective_state_update "
+                    "returns the new state beside y"
                 )
             raise TypeError(f"{name} is a {type(x).__module__}.{type(x).__name__}, and state is not a JAX array")
 
