@@ -113,6 +113,7 @@ def test_exact_inputs_give_the_same_bits_by_every_plan(executor, dtype, reverse)
         check(executor, one, plans(executor, chunk=20 if length <= 300 else 700), exact=True, grad_dtype=wide)
 
 
+@pytest.mark.full
 @DIRECTIONS
 @pytest.mark.parametrize("rows", [1, 31, 32, 33, 70])
 def test_rows_that_fill_warps_and_do_not(executor, rows, reverse):
@@ -234,6 +235,7 @@ def test_infinite_gates_where_nothing_enters(executor):
 # axes, strides, alignment
 
 
+@pytest.mark.full
 @DIRECTIONS
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_views(executor, axis, reverse):
@@ -282,6 +284,7 @@ def test_items_at_odd_addresses(executor, plan):
     assert_same_bits(check(executor, one | odd, [plan]), run(executor, one, plan))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dims", [6, 7, pytest.param(8, marks=on_host_full)])
 def test_row_axes_that_cannot_be_merged(executor, dims):
     shape = (2,) * dims
@@ -326,6 +329,7 @@ SHARED = [(3, 21, 5), (1, 21, 5), (3, 1, 5), (3, 21, 1), (1, 1, 5), (1, 21, 1), 
 LANES_SHARE = [((9, 64), 0, (9, 1)), ((2, 9, 32), 1, (2, 9, 1)), ((9, 3, 32), 0, (9, 1, 1)), ((9, 3, 32), 0, (3, 1))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("a_shape", SHARED)
 def test_gradients_of_shared_gates_are_summed(executor, a_shape, axis):
@@ -334,6 +338,7 @@ def test_gradients_of_shared_gates_are_summed(executor, a_shape, axis):
     check(executor, case((3, 21, 5), axis, a_shape=a_shape))
 
 
+@pytest.mark.full
 @DIRECTIONS
 @pytest.mark.parametrize(("shape", "axis", "a_shape"), LANES_SHARE)
 def test_lanes_that_share_their_gates(executor, shape, axis, a_shape, reverse):
@@ -427,6 +432,7 @@ def test_marked_real_inputs_are_within_the_bound(executor, marks, reverse):
             check(executor, one | change)
 
 
+@pytest.mark.full
 @DIRECTIONS
 def test_few_marks_in_long_rows(executor, reverse):
     # Most tiles have none. The marked steps are around the edges of words, rounds and tiles.
@@ -438,6 +444,7 @@ def test_few_marks_in_long_rows(executor, reverse):
         check(executor, one, plans(executor, chunk=200), exact=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_hidden_is_not_read(executor, dtype, seed):
@@ -543,6 +550,7 @@ def test_the_same_call_gives_the_same_bits(executor):
             assert_same_bits(run(executor, again, plan), first, plan)
 
 
+@pytest.mark.full
 def test_fit_strides_and_alignment_do_not_change_bits(executor):
     for a_shape in ((34, 150), (34, 1), (1, 150)):
         one = case((34, 150), 1, a_shape=a_shape)

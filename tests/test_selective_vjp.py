@@ -155,6 +155,7 @@ def test_every_length(executor, layout):
         check(executor, problem(1, length, 2, 2, plans=CHUNKS, seed=length, **fields))
 
 
+@pytest.mark.full
 @ALL
 @pytest.mark.parametrize("state", [1, 3, 4, 8, 16, 17, 64, 65])
 def test_numbers_of_states(executor, kind, state):
@@ -471,6 +472,7 @@ def test_broadcast_inputs(executor, kind, axis):
 # sizes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [(0, 5, 3, 2), (2, 0, 3, 2), (2, 5, 0, 2), (2, 5, 3, 0), (1, 1, 1, 1), (0, 0, 0, 0)])
 @pytest.mark.parametrize("layout", ["bld", "bdl"])
 def test_sizes_0_and_1(executor, layout, sizes):
@@ -546,6 +548,7 @@ def test_every_kind_fits_a_chip_or_says_that_it_does_not():
             plan_backward(given, replace(H200, shared_memory=memory - 1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("state", [16, 40])
 def test_memory_is_gradients_and_the_scratch_of_the_plan(host_executor, marked, state):
