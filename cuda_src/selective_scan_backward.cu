@@ -56,6 +56,7 @@ template <class R>
 __device__ __forceinline__ complex<R> from_lane_across(complex<R> x, int bit) {
   return {from_lane_across(x.re, bit), from_lane_across(x.im, bit)};
 }
+
 // Two sums over the lanes that differ in `bit`: of `first` in the lane without it, of `second` in the lane with it.
 template <class V>
 __device__ __forceinline__ V halve(V first, V second, int bit) {

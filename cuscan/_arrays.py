@@ -311,13 +311,6 @@ def check_limits(name: str, limits: Any) -> tuple[float, float] | None:
     return lowest, highest
 
 
-def check_not_yet(**arguments: Any) -> None:
-    """Refuse by name what this version does not have."""
-    for name, x in arguments.items():
-        if x is not None and x is not False:
-            raise NotImplementedError(f"{name} is not supported in this version of cuscan")
-
-
 def check_marks(mask: Array | None, reset: Array | None, cu_seqlens: Array | None) -> None:
     """mask and reset are bool, cu_seqlens (n+1,) integers."""
     for name, x in (("mask", mask), ("reset", reset)):

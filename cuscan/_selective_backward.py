@@ -69,8 +69,8 @@ class BackwardCall:
 def backward(place: Place, plan: BackwardPlan, call: BackwardCall, time_step: int) -> None:
     """Run it; `time_step` is 1, or -1 for reverse.
 
-    One launch a slice of the states, where the plan cuts time into chunks two before them, and one that adds what the
-    blocks left.
+    One launch a slice of the states, where the plan cuts time into chunks those of the summaries before them, and one
+    that adds what the blocks left.
     """
     batch, length, channels = call.u.shape
     state = call.A.shape[1]
@@ -94,10 +94,7 @@ def backward(place: Place, plan: BackwardPlan, call: BackwardCall, time_step: in
         sequence(call.delta, item_name(call.delta)),
         sequence(call.z),
         sequence(call.grad_output, item if call.grad_output is None else item_name(call.grad_output)),
-        *(
-            sequence(x, "" if x is None else item_name(x))
-            for x in (gradients.get(name) for name in ("u", "delta", "z"))
-        ),
+        *(sequence(x, item if x is None else item_name(x)) for x in of_u),
         (*sequence(None if partial is None else partial[0], real.name)[:5], 0),
     ]
     couples = [

@@ -32,3 +32,13 @@ def routed(function: _Function) -> _Function:
         return getattr(importlib.import_module(f"{__name__}.{framework}"), function.__name__)(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+class Stream:
+    """A stream as CuPy adopts it."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address

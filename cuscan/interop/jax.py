@@ -29,6 +29,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from cuscan import _arrays, _calls, linear, linear_vjp, selective, selective_vjp, state_update
 from cuscan._arrays import Array, _cupy
 from cuscan._plan import STATE_INTERVAL, SelectiveKind
+from cuscan.interop import Stream
 from cuscan.linear_vjp import LinearGradients
 from cuscan.selective_vjp import SelectiveGradients, _check_gradients, _gradient_dtype
 from cuscan.state_update import _REQUIRED, _check_shapes, _check_types
@@ -105,18 +106,8 @@ def _seen(context: Any, buffers: Sequence[Any]) -> Iterator[list[Array]]:
         memory = cuda.UnownedMemory(address, dtype.itemsize * int(np.prod(x.shape)), x, device)
         return cupy.ndarray(tuple(x.shape), dtype, cuda.MemoryPointer(memory, 0))
 
-    with cuda.Device(device), cuda.Stream.from_external(_Stream(context.stream)):
+    with cuda.Device(device), cuda.Stream.from_external(Stream(context.stream)):
         yield [array(x) for x in buffers]
-
-
-class _Stream:
-    """A stream as CuPy adopts it."""
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._address
 
 
 def _call(function: _Function, x: Arrays) -> Results:

@@ -27,6 +27,7 @@ import torch
 from cuscan import _arrays, linear, linear_vjp, selective, selective_vjp, state_update
 from cuscan._arrays import Array, Workspace, _cupy, _dtype
 from cuscan._plan import STATE_INTERVAL
+from cuscan.interop import Stream
 
 __all__ = [
     "linear_scan",
@@ -41,16 +42,6 @@ Tensor = Any  # a torch.Tensor, or None where an argument may be
 Arguments = dict[str, Any]
 
 # --- memory ------------------------------------------------------------------------------------------------------
-
-
-class _Stream:
-    """A stream as CuPy adopts it."""
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._address
 
 
 class _Gpu:
@@ -68,7 +59,7 @@ class _Gpu:
         when a call ends, and the Workspace, where CuPy's memory is kept during a capture, is one that is thrown away.
         """
         cuda = self._cupy.cuda
-        stream = cuda.Stream.from_external(_Stream(torch.cuda.current_stream(self._device).cuda_stream))
+        stream = cuda.Stream.from_external(Stream(torch.cuda.current_stream(self._device).cuda_stream))
         with cuda.Device(self._device.index), stream, cuda.using_allocator(self.allocate), Workspace():
             yield
 
