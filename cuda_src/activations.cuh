@@ -194,3 +194,18 @@ __device__ __forceinline__ complex<float> gate_of(float delta, complex<float> sc
   complex<float> unit = unit_at_angle(delta * scaled_rate.im);
   return {size * unit.re, size * unit.im};
 }
+
+// The delta of a gate that stands for many steps. What each addition rounds off is added up too: the error of a plain
+// sum grows with the number of steps, and |A| times it is that of the gate.
+template <class R>
+struct DeltaSum {
+  R sum, rest;
+
+  __device__ __forceinline__ void add(R delta) {
+    const R next = sum + delta;
+    rest += delta - (next - sum);
+    sum = next;
+  }
+  // After a delta that is not finite the rest is NaN.
+  __device__ __forceinline__ R value() const { return rest == rest ? sum + rest : sum; }
+};

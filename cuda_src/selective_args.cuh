@@ -9,8 +9,7 @@ struct SequenceArray {
   char* start;
   long long batch, time, channel;
   int wide;    // items of float32 where u has 16 bits; delta may be either
-  int vector;  // items are of u's type, and two neighbours along the fast axis are aligned as one access and exist both
-               // or not at all
+  int vector;  // items are of u's type, and each run that a thread moves is aligned and exists whole or not at all
 };
 
 // B and C: (batch, length, groups, state), or (channels, state) where constant in time.

@@ -10,11 +10,10 @@
 // A block walks its chunk of time backwards, interval by interval. The state that enters an interval was saved by the
 // forward scan; the states in between are computed again. Nothing of size (batch, length, channels, state) exists.
 //
-//   thread  one channel and kStates of its states: p, and for kSteps steps the gates and the states before each step,
-//   in
-//           registers
-//   warp    8 neighbouring channels x 4 groups of kStates states, a slice: lane = 8 * group + channel. So the sums over
-//           the states are sums over lanes, and so are those over channels up to the last, over the block's warps.
+//   thread  one channel and kStates of its states: in registers p, and for kSteps steps (2 kSteps without marks) the
+//           gates and the states before each step
+//   warp    8 neighbouring channels x 4 groups of kStates states, a slice, a group in 8 neighbouring lanes. So the sums
+//           over the states are sums over lanes, and so are those over channels up to the last, over the block's warps.
 //   block   kChannels channels
 //   grid    (part of the batch, group of B and C, tile of channels, chunk of time), chunks fastest. A block does the
 //           rows of its part of the batch one after the other and leaves one partial sum of dA, dD and d delta_bias. A
@@ -34,8 +33,9 @@
 //
 // A sum over lanes that every lane holds several values of (steps, states) sends half of them away and keeps the other
 // half at each step of a butterfly, so that n values cost n shuffles and not 5n. Which state a register holds differs
-// from lane to lane (local n is state n ^ (lane % kStates) of the group): then every lane keeps the same register, and
-// the first steps of the butterfly need no selection. B and C lie in shared memory in all kStates orders.
+// from lane to lane (local n is state n ^ (channel % kStates) of the group): then every lane keeps the same register,
+// and the first steps of the butterfly need no selection. B and C lie in shared memory in all kStates orders, and the
+// lanes of one order are neighbours, which the chip serves together.
 //
 // Where time is cut into chunks, the kernel run with kSummarise leaves each chunk's map from the p that comes from its
 // right to the p that leaves on its left, and a linear_scan over them, last chunk first, makes seed[c] of what leaves.
@@ -43,49 +43,22 @@
 // A step past the end, masked or outside of all sequences has gate 1 and input 0, and dy, B and C are 0; its gradients
 // are set to 0 where they are stored, and it adds none to a sum. Where a sequence starts or the state is reset, p is
 // cut.
+#include "activations.cuh"
 #include "operators.cuh"
+#include "pair_stream.cuh"
 #include "selective_backward_args.cuh"
-#include "selective_tile.cuh"
-#include "warp_scan.cuh"
+#include "selective_types.cuh"
+#include "warp_fold.cuh"
 
 // --- sums over lanes --------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float from_lane_across(float x, int bit) { return __shfl_xor_sync(kFullMask, x, bit); }
-__device__ __forceinline__ double from_lane_across(double x, int bit) { return __shfl_xor_sync(kFullMask, x, bit); }
-template <class R>
-__device__ __forceinline__ complex<R> from_lane_across(complex<R> x, int bit) {
-  return {from_lane_across(x.re, bit), from_lane_across(x.im, bit)};
-}
-
-// Two sums over the lanes that differ in `bit`: of `first` in the lane without it, of `second` in the lane with it.
-template <class V>
-__device__ __forceinline__ V halve(V first, V second, int bit) {
-  const bool upper = threadIdx.x & bit;
-  const V keep = upper ? second : first, send = upper ? first : second;
-  return add(keep, from_lane_across(send, bit));
-}
-
-// kCount sums, a power of two, over the lanes that differ in log2(kCount) bits from `bit` on: lane gets number
-// (lane / bit) % kCount.
+// The same of values in the lanes' own order, where local n is number n ^ (lane / unit % kCount): of that number.
 template <int kCount, class V>
-__device__ __forceinline__ V fold(V (&values)[kCount], int bit) {
-  if constexpr (kCount == 1) {
-    return values[0];
-  } else {
-    V half[kCount / 2];
-#pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) half[i] = halve(values[2 * i], values[2 * i + 1], bit);
-    return fold(half, 2 * bit);
-  }
-}
-
-// The same of values in the lanes' own order, where local n is number n ^ (lane % kCount): of number lane % kCount.
-template <int kCount, class V>
-__device__ __forceinline__ V fold_in_own_order(V (&values)[kCount]) {
+__device__ __forceinline__ V fold_in_own_order(V (&values)[kCount], int unit) {
 #pragma unroll
   for (int bit = 1; bit < kCount; bit *= 2) {
 #pragma unroll
-    for (int n = 0; n < kCount; n += 2 * bit) values[n] = add(values[n], from_lane_across(values[n + bit], bit));
+    for (int n = 0; n < kCount; n += 2 * bit) values[n] = add(values[n], from_lane_across(values[n + bit], bit * unit));
   }
   return values[0];
 }
@@ -130,7 +103,9 @@ struct BackwardTile {
   static constexpr int kGroups = 4, kAbreast = 8;  // groups of states and channels in a warp
   static constexpr int kSlice = kStates * kGroups;
   static constexpr int kThreads = kChannels * kGroups, kWarps = kThreads / 32;
-  static constexpr int kRow = kChannels + kRowPadding;
+  // Rows of shared memory, padded so that neither accesses along channels nor those along time share a bank.
+  static constexpr int kDriveRow = kChannels + (kTimeFast ? 1 : 0), kDyRow = kChannels + (kTimeFast ? 6 : 8);
+  static constexpr int kSumRow = kChannels + (kTimeFast ? 7 : 8);
   static constexpr int kSets = sizeof(Item) <= 2 ? 2 : 1;  // of slots
   static constexpr int kTogether = kAbreast / kStates;     // steps whose sums over channels are one butterfly
   static constexpr int kPieces = 2, kPiece = kStateInterval / kPieces;  // of an interval, and the steps in each
@@ -139,6 +114,9 @@ struct BackwardTile {
   using Stream = PairStream<Grid, Item, kThreads>;
   using CoupleStream = PairStream<CoupleGrid, CoupleItem, kThreads>;
   static constexpr int kColumns = kTimeFast ? Grid::kPairs : 2;  // channels of a thread's items
+  // A thread's sums for dD and d delta_bias are in registers, or in shared memory where registers are short.
+  static constexpr bool kSharesTotals = sizeof(R) == 8;
+  static constexpr int kTotals = kSharesTotals ? 2 * kColumns * kThreads : 4;
   static_assert(kChannels % kAbreast == 0 && kThreads % 32 == 0, "whole warps");
   static_assert(Grid::kEven, "each thread moves the same number of pairs");
   static_assert(kStateInterval == kMarkSteps, "an interval's marks are one word");
@@ -146,15 +124,18 @@ struct BackwardTile {
                 "sums over lanes take several steps together");
 
   struct Shared {
-    alignas(16) Drive<R> drive[kStateInterval][kRow];
-    alignas(16) R dy[kStateInterval][kRow];
+    alignas(16) Drive<R> drive[kStateInterval][kDriveRow];
+    alignas(16) R dy[kStateInterval][kDyRow];
     // By step, group of states, order and place in it.
     alignas(16) S B[kTimeB ? kStateInterval : 1][kGroups][kStates][kStates];
     alignas(16) S C[kTimeC ? kStateInterval : 1][kGroups][kStates][kStates];
     alignas(16) S entering[kStateInterval / kSteps][kThreads][kStates];
-    alignas(16) R sums[2][kStateInterval][kRow];  // over the states: of B g, of A q; those of C h take dy's place
-    alignas(16) S dB[kTimeB ? kStateInterval : 1][kWarps][kSlice];  // over a warp's channels
-    alignas(16) S dC[kTimeC ? kStateInterval : 1][kWarps][kSlice];
+    alignas(16) S saved[kStates][kThreads];           // what enters the next interval
+    alignas(16) R sums[kStateInterval][2 * kSumRow];  // over the states: of B g, of A q; those of C h take dy's place
+    alignas(16) S dB[kWarps][kTimeB ? kStateInterval : 1][kSlice];  // over a warp's channels
+    alignas(16) S dC[kWarps][kTimeC ? kStateInterval : 1][kSlice];
+    alignas(16) long long offset[5][kThreads];
+    alignas(16) R totals[kTotals];
     alignas(16) R bias[kChannels];
     alignas(16) R D[kChannels];
     // Slots of the streams.
@@ -169,7 +150,8 @@ struct BackwardTile {
 
 // One row's share of a block.
 struct BackwardItem {
-  long long part, group, tile, first_channel, chunk;
+  int part, group, tile, chunk;
+  long long first_channel;
   long long begin, end;  // positions
   int channels, states;  // how many of the tile's channels and the slice's states exist
 };
@@ -179,14 +161,14 @@ __device__ __forceinline__ BackwardItem locate_backward(const SelectiveBackwardA
   const long long in_group = args.channels / args.groups;
   const long long tiles = (in_group + Tile::kChannels - 1) / Tile::kChannels;
   BackwardItem at;
-  at.chunk = item % args.chunks;
+  at.chunk = (int)(item % args.chunks);
   item /= args.chunks;
-  at.tile = item % tiles;
+  at.tile = (int)(item % tiles);
   item /= tiles;
-  at.group = item % args.groups;
-  at.part = item / args.groups;
-  at.first_channel = at.group * in_group + at.tile * Tile::kChannels;
-  const long long left = in_group - at.tile * Tile::kChannels, left_states = args.state - args.first_state;
+  at.group = (int)(item % args.groups);
+  at.part = (int)(item / args.groups);
+  at.first_channel = at.group * in_group + (long long)at.tile * Tile::kChannels;
+  const long long left = in_group - (long long)at.tile * Tile::kChannels, left_states = args.state - args.first_state;
   at.channels = (int)(left < Tile::kChannels ? left : Tile::kChannels);
   at.states = (int)(left_states < Tile::kSlice ? left_states : Tile::kSlice);
   at.begin = at.chunk * args.chunk;
@@ -229,16 +211,18 @@ struct Backward {
   const BackwardItem at;
   const int lane, channel, group, order;
   const int my_states;  // how many of kStates exist, if > 0
+  const int length;     // of the chunk
   long long batch;
   unsigned exists, couples;  // masks of Grid and CoupleGrid
   int whole, ragged;         // whole pieces of the chunk, steps of the one after
   // This thread's first item of the row's chunk.
-  char *u, *delta, *z, *grad_output, *grad_u, *grad_delta, *grad_z, *B, *C;
+  char *u, *delta, *z, *grad_output, *B, *C;
+  const S* saved;  // its channel's, first state of its group, of the interval that is next
   S rate[kStates], p[kStates], dA[kStates];
   S constant_B[Tile::kTimeB ? 1 : kStates], constant_C[Tile::kTimeC ? 1 : kStates];
   S constant_dB[Tile::kTimeB ? 1 : kStates], constant_dC[Tile::kTimeC ? 1 : kStates];
-  R dD[Tile::kColumns], dbias[Tile::kColumns];
-  R delta_sum;
+  R totals[2][Tile::kColumns];  // dD, d delta_bias
+  DeltaSum<R> delta_sum;
   bool resets;
 
   __device__ __forceinline__ Backward(const SelectiveBackwardArgs& args, Shared& shared, const BackwardItem& at)
@@ -246,17 +230,28 @@ struct Backward {
         shared(shared),
         at(at),
         lane(threadIdx.x % 32),
-        channel(threadIdx.x / 32 * Tile::kAbreast + lane % Tile::kAbreast),
+        channel(threadIdx.x / 32 * Tile::kAbreast + lane % Tile::kTogether * kStates +
+                lane % Tile::kAbreast / Tile::kTogether),
         group(lane / Tile::kAbreast),
-        order(lane % kStates),
-        my_states(channel < at.channels ? at.states - group * kStates : 0) {
-    const int steps = (int)(at.end - at.begin);
-    whole = steps / Tile::kPiece;
-    ragged = steps % Tile::kPiece;
+        order(channel % kStates),
+        my_states(channel < at.channels ? at.states - group * kStates : 0),
+        length((int)(at.end - at.begin)) {
+    whole = length / Tile::kPiece;
+    ragged = length % Tile::kPiece;
     exists = Grid::masks(ragged, at.channels);
     couples = CoupleGrid::masks(ragged, at.states);
   }
 
+  // From the start of an array that it leaves something in to this thread's first item of the row's chunk: in shared
+  // memory, as there are no registers to spare.
+  enum { kGradU, kGradDelta, kGradZ, kGradB, kGradC };
+  __device__ __forceinline__ long long& offset(int of) const { return shared.offset[of][threadIdx.x]; }
+  __device__ __forceinline__ R& total(int what, int column) {
+    if constexpr (Tile::kSharesTotals)
+      return shared.totals[(what * Tile::kColumns + column) * Tile::kThreads + threadIdx.x];
+    else
+      return totals[what][column];
+  }
   __device__ __forceinline__ long long my_channel() const { return at.first_channel + channel; }
   // The state that local n is.
   __device__ __forceinline__ int local_state(int n) const { return n ^ order; }
@@ -277,10 +272,10 @@ struct Backward {
   }
 
   __device__ __forceinline__ Interval describe(int number) const {
-    const long long left = at.end - position(number);
+    const int left = length - number * kStateInterval;
     Interval is;
     is.number = number;
-    is.steps = (int)(left < kStateInterval ? left : kStateInterval);
+    is.steps = left < kStateInterval ? left : kStateInterval;
     is.marks = {0, 0, 0, 0};
     if constexpr (Tile::kSegmented) {
       if (args.marks) is.marks = marks_of(args.marks + batch * args.marks_batch, position(number), is.steps);
@@ -315,12 +310,49 @@ struct Backward {
                                          args.first_state * array.state + at.begin * array.time,
                                      array.time, array.state, array.vector);
   }
+  // `step` steps after `first`; two multiplications, as neither is 64 by 64 bits.
+  static __device__ __forceinline__ char* after(char* first, int step, long long time) {
+    return first + (unsigned)step * (unsigned long long)time;
+  }
   static __device__ __forceinline__ typename Tile::Stream stream(char* first, const SequenceArray& array, int tile) {
-    return {first + tile * (Tile::kPiece * array.time), array.time, array.channel};
+    return {after(first, tile * Tile::kPiece, array.time), array.time, array.channel};
   }
   static __device__ __forceinline__ typename Tile::CoupleStream stream(char* first, const CoupleArray& array,
                                                                        int tile) {
-    return {first + tile * (Tile::kPiece * array.time), array.time, array.state};
+    return {after(first, tile * Tile::kPiece, array.time), array.time, array.state};
+  }
+
+  // This thread's items of a piece from `first` on, in `rows` of shared memory; neighbouring channels in one access.
+  template <class T, int kRow>
+  static __device__ __forceinline__ void write_items(T (*rows)[kRow], int first, const T (&from)[Grid::kItems]) {
+#pragma unroll
+    for (int i = 0; i < Grid::kItems; i += 2) {
+      T* const to = &rows[first + Grid::time(i)][Grid::place(i)];
+      const T pair[2] = {from[i], from[i + 1]};
+      if constexpr (Tile::kTimeFast)
+        to[0] = pair[0], to[kRow] = pair[1];
+      else
+        write_row(to, pair);
+    }
+  }
+  // The same back; steps from `steps` on are zero.
+  template <bool kPlain, class T, int kRow>
+  static __device__ __forceinline__ void read_items(T (&to)[Grid::kItems], const T (*rows)[kRow], int first, int column,
+                                                    int steps) {
+#pragma unroll
+    for (int i = 0; i < Grid::kItems; i += 2) {
+      const int step = first + Grid::time(i);
+      const T* const from = &rows[step][column + Grid::place(i)];
+      T pair[2] = {};
+      if constexpr (Tile::kTimeFast) {
+        if (kPlain || step < steps) pair[0] = from[0];
+        if (kPlain || step + 1 < steps) pair[1] = from[kRow];
+      } else {
+        if (kPlain || step < steps) read_row(pair, from);
+      }
+      to[i] = pair[0];
+      to[i + 1] = pair[1];
+    }
   }
 
   // --- load and commit ------------------------------------------------------------------------------------------
@@ -345,17 +377,40 @@ struct Backward {
     });
   }
 
-  // The raw items of a piece; what does not exist is 0, and all without the array.
+  // The raw items of a piece; what does not exist is 0, and all if the array is not `there`.
   template <bool kPlain, class Slots>
   __device__ __forceinline__ void raw(char* from, const SequenceArray& array, Slots* slots, const Interval& is,
-                                      const Piece& piece, R (&to)[Grid::kItems]) const {
-    if (array.start) {
+                                      const Piece& piece, R (&to)[Grid::kItems], bool there = true) const {
+    if (there) {
       stream(from, array, piece.tile + 1)
           .template values<kPlain>(slots[is.number % Tile::kSets][piece.number], array.vector, array.wide, piece.exists,
                                    to);
     } else {
 #pragma unroll
       for (int i = 0; i < Grid::kItems; ++i) to[i] = R(0);
+    }
+  }
+
+  // A pair of B or C: at each moment lanes are at different orders, or else they would share a bank.
+  static __device__ __forceinline__ void leave_in_all_orders(S (*to)[Tile::kGroups][kStates][kStates], int step,
+                                                             int place, S first, S second) {
+    constexpr int kMoved = Tile::kTimeFast ? ~0 : ~1;  // what an order does to the place of an item, or of a pair
+    const int turn = (Tile::kTimeFast ? step / 2 : place / kStates / 2 + step * (kStates / 2)) % kStates;
+    const int own = turn * kStates + (place % kStates ^ (turn & kMoved));
+    S* const cell = to[step][place / kStates][0];
+    if (!Tile::kTimeFast && turn & 1) {
+      const S other = first;
+      first = second;
+      second = other;
+    }
+#pragma unroll
+    for (int i = 0; i < kStates; ++i) {
+      S* const at = cell + (own ^ (i * kStates + (i & kMoved)));
+      const S pair[2] = {i & 1 ? second : first, i & 1 ? first : second};
+      if constexpr (Tile::kTimeFast)
+        at[0] = first, at[Tile::kSlice * kStates] = second;
+      else
+        write_row(at, pair);
     }
   }
 
@@ -366,8 +421,9 @@ struct Backward {
       R d[Grid::kItems], d_u[Grid::kItems], dy[Grid::kItems], gate[Grid::kItems];
       raw<kPlain>(delta, args.delta, shared.delta, is, piece, d);
       if (!kSummarise) raw<kPlain>(u, args.u, shared.u, is, piece, d_u);
-      raw<kPlain>(grad_output, args.grad_output, shared.grad_output, is, piece, dy);
+      raw<kPlain>(grad_output, args.grad_output, shared.grad_output, is, piece, dy, args.grad_output.start);
       if (args.z.start) raw<kPlain>(z, args.z, shared.z, is, piece, gate);
+      Drive<R> drive[Grid::kItems];
 #pragma unroll
       for (int i = 0; i < Grid::kItems; ++i) {
         const int step = piece.first + Grid::time(i);
@@ -378,20 +434,22 @@ struct Backward {
           if ((is.marks.masked | is.marks.resets) >> step & 1) d[i] = R(0);
           if (is.marks.masked >> step & 1) d_u[i] = dy[i] = R(0);
         }
-        shared.drive[step][Grid::place(i)] = {d[i], d_u[i]};
-        shared.dy[step][Grid::place(i)] = dy[i];
+        drive[i] = {d[i], d_u[i]};
       }
+      write_items(shared.drive, piece.first, drive);
+      write_items(shared.dy, piece.first, dy);
       auto commit_couple = [&](char* from, const CoupleArray& array, auto* slots, auto* to) {
         S value[CoupleGrid::kItems];
         stream(from, array, piece.tile + 1)
             .template values<kPlain>(slots[piece.number], array.vector, array.wide, piece.couples, value);
 #pragma unroll
-        for (int i = 0; i < CoupleGrid::kItems; ++i) {
+        for (int i = 0; i < CoupleGrid::kItems; i += 2) {
           if (!CoupleGrid::held(i)) continue;
-          const int step = piece.first + CoupleGrid::time(i), state = CoupleGrid::place(i) % kStates;
-          if ((Tile::kSegmented || !kPlain) && is.marks.masked >> step & 1) value[i] = Scalar<S>::zero();
-#pragma unroll
-          for (int own = 0; own < kStates; ++own) to[step][CoupleGrid::place(i) / kStates][own][state ^ own] = value[i];
+          if constexpr (Tile::kSegmented || !kPlain) {
+            if (is.marks.masked >> (piece.first + CoupleGrid::time(i)) & 1) value[i] = Scalar<S>::zero();
+            if (is.marks.masked >> (piece.first + CoupleGrid::time(i + 1)) & 1) value[i + 1] = Scalar<S>::zero();
+          }
+          leave_in_all_orders(to, piece.first + CoupleGrid::time(i), CoupleGrid::place(i), value[i], value[i + 1]);
         }
       };
       if constexpr (Tile::kTimeB && !kSummarise) commit_couple(B, args.B, shared.raw_B, shared.B);
@@ -439,9 +497,14 @@ struct Backward {
     for (int n = 0; n < kStates; ++n) p[n] = Scalar<S>::zero();
   }
 
-  // The states that enter each kSteps steps but the first.
+  // Steps that are worked on together: without marks there are registers for more.
+  template <bool kMarked>
+  static constexpr int kAtOnce = kMarked || Tile::kSegmented || sizeof(S) > 4 ? kSteps : 2 * kSteps;
+
+  // The states that enter each of these but the first.
   template <bool kMarked>
   __device__ __forceinline__ void enter_all(const Interval& is, int parts, S (&h)[kStates]) {
+    constexpr int kSteps = kAtOnce<kMarked>;
     const unsigned cuts = is.marks.resets | is.marks.starts;
     for (int part = 0; part < parts; ++part) {
       write_row(shared.entering[part][threadIdx.x], h);
@@ -459,22 +522,27 @@ struct Backward {
     }
   }
 
-  // kSteps steps from `first` on. kGated: the sums of C h are wanted, for dz.
+  // These steps from `first` on. kGated: the sums of C h are wanted, for dz.
   template <bool kMarked, bool kGated>
   __device__ __forceinline__ void compute(const Interval& is, int first) {
+    constexpr int kSteps = kAtOnce<kMarked>;
     const StepMarks marks = is.marks;
     const unsigned cuts = marks.resets | marks.starts;
     S h[kStates];
     read_row(h, shared.entering[first / kSteps][threadIdx.x]);
     S gate[kSteps][kStates], before[kSteps][kStates];
+    // With registers to spare what a step takes is kept, else read again on the way back.
+    constexpr bool kKeeps = kSteps > Tile::kSteps && !kGated;
+    Drive<R> drives[kKeeps ? kSteps : 1];
+    R dys[kKeeps ? kSteps : 1];
     S folded[Tile::kTogether];
     R y[4], outputs[kSteps / 4];
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       const int step = first + i;
       if (kMarked && cuts >> step & 1) enter(h, marks.resets >> step & 1, position(is.number) + step);
-      const Drive<R> drive = shared.drive[step][channel];
-      const R dy = shared.dy[step][channel];
+      const Drive<R> drive = drives[kKeeps ? i : 0] = shared.drive[step][channel];
+      const R dy = dys[kKeeps ? i : 0] = shared.dy[step][channel];
       const bool masked = kMarked && marks.masked >> step & 1;
       S B[kStates], dC[kStates], seen[kStates];
       read_B(B, step);
@@ -490,7 +558,7 @@ struct Backward {
           constant_dC[n] = contract_gradient(seen[n], dy, constant_dC[n]);
       }
       if constexpr (Tile::kTimeC) {
-        folded[i % Tile::kTogether] = fold_in_own_order(dC);
+        folded[i % Tile::kTogether] = fold_in_own_order(dC, Tile::kTogether);
         if ((i + 1) % Tile::kTogether == 0) leave(folded, shared.dC, step + 1 - Tile::kTogether);
       }
       if constexpr (kGated) {
@@ -499,26 +567,28 @@ struct Backward {
         y[i % 4] = R(0);
 #pragma unroll
         for (int n = 0; n < kStates; ++n) y[i % 4] = contract(C[n], seen[n], y[i % 4]);
-        if (i % 4 == 3) outputs[i / 4] = fold(y, Tile::kAbreast);
+        if (i % 4 == 3) outputs[i / 4] = fold(y, threadIdx.x, Tile::kAbreast);
       }
     }
 
     S dA_here[kStates];
-#pragma unroll
-    for (int n = 0; n < kStates; ++n) dA_here[n] = Scalar<S>::zero();
     R sums[2];
 #pragma unroll
     for (int i = kSteps - 1; i >= 0; --i) {
       const int step = first + i;
       if (kMarked && Tile::kSegmented && marks.ends >> step & 1) add_last(position(is.number) + step);
-      const Drive<R> drive = shared.drive[step][channel];
-      const R dy = shared.dy[step][channel];
+      const Drive<R> drive = kKeeps ? drives[kKeeps ? i : 0] : shared.drive[step][channel];
+      const R dy = kKeeps ? dys[kKeeps ? i : 0] : shared.dy[step][channel];
       const bool masked = kMarked && marks.masked >> step & 1;
       const bool blind = kMarked && (marks.masked | marks.resets) >> step & 1;  // to what was before
       S B[kStates], C[kStates], dB[kStates];
       read_B(B, step);
       read_C(C, step);
       R through_B = R(0), through_A = R(0);
+      if ((i + 1) % Tile::kSteps == 0) {
+#pragma unroll
+        for (int n = 0; n < kStates; ++n) dA_here[n] = Scalar<S>::zero();
+      }
 #pragma unroll
       for (int n = 0; n < kStates; ++n) {
         const S g = contract_gradient(C[n], dy, p[n]), felt = masked ? Scalar<S>::zero() : g;
@@ -535,16 +605,18 @@ struct Backward {
       if (kMarked && cuts >> step & 1)
         cut(marks.resets >> step & 1, marks.starts >> step & 1, position(is.number) + step);
       if constexpr (Tile::kTimeB) {
-        folded[i % Tile::kTogether] = fold_in_own_order(dB);
+        folded[i % Tile::kTogether] = fold_in_own_order(dB, Tile::kTogether);
         if (i % Tile::kTogether == 0) leave(folded, shared.dB, step);
       }
-      sums[i % 2] = halve(through_B, through_A, Tile::kAbreast);
+      sums[i % 2] = halve(through_B, through_A, threadIdx.x, Tile::kAbreast);
       if (i % 2 == 0)
-        shared.sums[lane / Tile::kAbreast % 2][step + lane / (2 * Tile::kAbreast)][channel] =
-            fold(sums, 2 * Tile::kAbreast);
-    }
+        shared.sums[step + lane / (2 * Tile::kAbreast)][lane / Tile::kAbreast % 2 * Tile::kSumRow + channel] =
+            fold(sums, threadIdx.x, 2 * Tile::kAbreast);
+      if (i % Tile::kSteps == 0) {
 #pragma unroll
-    for (int n = 0; n < kStates; ++n) dA[n] = add(dA[n], dA_here[n]);
+        for (int n = 0; n < kStates; ++n) dA[n] = add(dA[n], dA_here[n]);
+      }
+    }
     if constexpr (kGated) {
       __syncwarp();  // no lane of this warp, whose channels these are, needs dy any more
 #pragma unroll
@@ -553,29 +625,31 @@ struct Backward {
   }
 
   // The sums over the warp's channels of kTogether steps from `step` on.
-  __device__ __forceinline__ void leave(S (&folded)[Tile::kTogether], S (*to)[Tile::kWarps][Tile::kSlice], int step) {
-    const S sum = fold(folded, kStates);
-    to[step + lane % Tile::kAbreast / kStates][threadIdx.x / 32][group * kStates + order] = sum;
+  __device__ __forceinline__ void leave(S (&folded)[Tile::kTogether], S (*to)[kStateInterval][Tile::kSlice], int step) {
+    const S sum = fold(folded, threadIdx.x, 1);
+    to[threadIdx.x / 32][step + lane % Tile::kTogether][turned(group, step) * kStates + order] = sum;
+  }
+  // Where a group's sums are in a row of dB or dC: lanes along time would share a bank.
+  static __device__ __forceinline__ int turned(int group, int step) {
+    return Tile::kTimeFast ? group ^ step / 2 % Tile::kGroups : group;
   }
 
   // The same steps with nothing left but p, and the gates' product as the sum of delta.
   __device__ __forceinline__ void summarise(const Interval& is) {
     const StepMarks marks = is.marks;
     for (int last = is.steps - 1; last >= 0; last -= kSteps) {
-      R sum = R(0);
 #pragma unroll 4
       for (int step = last; step > last - kSteps && step >= 0; --step) {
         if (Tile::kSegmented && marks.ends >> step & 1) add_last(position(is.number) + step);
         const R delta = shared.drive[step][channel].delta, dy = shared.dy[step][channel];
         S C[kStates];
         read_C(C, step);
-        sum += delta;
+        delta_sum.add(delta);
 #pragma unroll
         for (int n = 0; n < kStates; ++n)
           p[n] = multiply(conjugate(gate_of(delta, rate[n])), contract_gradient(C[n], dy, p[n]));
         if (Tile::kSegmented && (marks.resets | marks.starts) >> step & 1) cut(true, false, 0);
       }
-      delta_sum += sum;
     }
     resets |= (marks.resets | marks.starts) != 0;
   }
@@ -585,18 +659,13 @@ struct Backward {
   // From the sums in shared memory to the gradients of an interval.
   template <bool kPlain>
   __device__ __forceinline__ void finish(const Interval& is) {
-    if constexpr (Tile::kTimeB) finish_couple(is, shared.dB, args.grad_B);
-    if constexpr (Tile::kTimeC) finish_couple(is, shared.dC, args.grad_C);
+    if constexpr (Tile::kTimeB) finish_couple(is, shared.dB, args.grad_B, offset(kGradB));
+    if constexpr (Tile::kTimeC) finish_couple(is, shared.dC, args.grad_C, offset(kGradC));
     each_piece(is, [&](const Piece& piece) {
       R sums[3][Grid::kItems];
-#pragma unroll
-      for (int i = 0; i < Grid::kItems; ++i) {
-        const int step = piece.first + Grid::time(i), place = Grid::place(i);
-        const bool there = kPlain || step < is.steps;
-        sums[0][i] = there ? shared.sums[0][step][place] : R(0);
-        sums[1][i] = there ? shared.sums[1][step][place] : R(0);
-        sums[2][i] = there ? shared.dy[step][place] : R(0);
-      }
+      read_items<kPlain>(sums[0], shared.sums, piece.first, 0, is.steps);
+      read_items<kPlain>(sums[1], shared.sums, piece.first, Tile::kSumRow, is.steps);
+      if (args.z.start) read_items<kPlain>(sums[2], shared.dy, piece.first, 0, is.steps);
       if (!kPlain && (args.adds_to_partial_sum | args.leaves_partial_sum)) {
         pass_partial_sums(piece, sums);
         if (args.leaves_partial_sum) return;
@@ -632,8 +701,21 @@ struct Backward {
     R v[Grid::kItems], x[Grid::kItems], dy[Grid::kItems], gate[Grid::kItems];
     raw<kPlain>(u, args.u, shared.u, is, piece, v);
     raw<kPlain>(delta, args.delta, shared.delta, is, piece, x);
-    raw<kPlain>(grad_output, args.grad_output, shared.grad_output, is, piece, dy);
+    raw<kPlain>(grad_output, args.grad_output, shared.grad_output, is, piece, dy, args.grad_output.start);
     if (args.z.start) raw<kPlain>(z, args.z, shared.z, is, piece, gate);
+    // The deltas; where a step was changed, again.
+    R formed[Grid::kItems];
+    Drive<R> drive[Grid::kItems];
+    read_items<true>(drive, shared.drive, piece.first, 0, kStateInterval);
+#pragma unroll
+    for (int i = 0; i < Grid::kItems; ++i) {
+      x[i] += shared.bias[Grid::place(i)];
+      formed[i] = drive[i].delta;
+    }
+    if ((Tile::kSegmented || !kPlain) && (is.marks.masked | is.marks.resets)) {
+#pragma unroll
+      for (int i = 0; i < Grid::kItems; ++i) formed[i] = activated(args, x[i]);
+    }
     R du[Grid::kItems], dx[Grid::kItems], dz[Grid::kItems];
     R dD_here[Tile::kColumns], dbias_here[Tile::kColumns];
 #pragma unroll
@@ -643,13 +725,11 @@ struct Backward {
       const int step = piece.first + Grid::time(i), place = Grid::place(i);
       const bool counts =
           (kPlain || (piece.exists >> i & 1)) && !((Tile::kSegmented || !kPlain) && is.marks.masked >> step & 1);
-      x[i] += shared.bias[place];
-      const R delta_here = is.marks.masked | is.marks.resets ? activated(args, x[i]) : shared.drive[step][place].delta;
       if (args.z.start) {
         dz[i] = dy[i] * silu_slope(gate[i]) * multiply_add(shared.D[place], v[i], sums[2][i]);
         dy[i] *= silu(gate[i]);
       }
-      du[i] = multiply_add(sums[0][i], delta_here, dy[i] * shared.D[place]);
+      du[i] = multiply_add(sums[0][i], formed[i], dy[i] * shared.D[place]);
       dx[i] = multiply_add(sums[0][i], v[i], sums[1][i] * rate_unit(S()));
       if (args.softplus) dx[i] *= sigmoid(x[i]);
       if (args.limited) {
@@ -663,57 +743,72 @@ struct Backward {
     }
 #pragma unroll
     for (int c = 0; c < Tile::kColumns; ++c) {
-      dD[c] += dD_here[c];
-      dbias[c] += dbias_here[c];
+      total(0, c) += dD_here[c];
+      total(1, c) += dbias_here[c];
     }
-    auto store = [&](char* to, const SequenceArray& array, R(&values)[Grid::kItems], int code) {
-      const auto out = stream(to, array, piece.tile);
+    auto store = [&](int of, const SequenceArray& array, R(&values)[Grid::kItems], int code) {
+      const auto out = stream(array.start + offset(of), array, piece.tile);
       store_pairs<Item>(out.at, out.hop, out.next, values, kPlain ? ~0u : piece.exists, code, kPlain || array.vector);
     };
-    store(grad_u, args.grad_u, du, args.grad_u_code);
-    store(grad_delta, args.grad_delta, dx, args.grad_delta_code);
-    if (args.z.start) store(grad_z, args.grad_z, dz, args.grad_z_code);
+    store(kGradU, args.grad_u, du, args.grad_u_code);
+    store(kGradDelta, args.grad_delta, dx, args.grad_delta_code);
+    if (args.z.start) store(kGradZ, args.grad_z, dz, args.grad_z_code);
+  }
+
+  // This thread's rows of kStates neighbours in an interval's dB and dC.
+  static constexpr int kRows = kStateInterval * Tile::kGroups / Tile::kThreads, kRowHop = kStateInterval / kRows;
+  static_assert(!Tile::kTimeFast || kRows == 1, "rows of a thread are of one group");
+  static __device__ __forceinline__ int row_time() {
+    return Tile::kTimeFast ? threadIdx.x % kStateInterval : threadIdx.x / Tile::kGroups;
+  }
+  static __device__ __forceinline__ int row_group() {
+    return Tile::kTimeFast ? threadIdx.x / kStateInterval : threadIdx.x % Tile::kGroups;
+  }
+  __device__ __forceinline__ char* first(const CoupleSums& to) const {
+    return to.start + at.tile * to.tile + batch * to.batch + at.group * to.group + (at.begin + row_time()) * to.time +
+           (args.first_state + row_group() * kStates) * to.state;
   }
 
   // Adds the sums of the warps, in their order.
-  __device__ __forceinline__ void finish_couple(const Interval& is, const S (*sums)[Tile::kWarps][Tile::kSlice],
-                                                const CoupleSums& to) {
-    constexpr int kRows = kStateInterval * Tile::kGroups;  // of kStates neighbours
-    char* const corner = to.start + at.tile * to.tile + batch * to.batch + at.group * to.group +
-                         position(is.number) * to.time + args.first_state * to.state;
-    for (int row = threadIdx.x; row < kRows; row += Tile::kThreads) {
-      const int time = Tile::kTimeFast ? row % kStateInterval : row / Tile::kGroups;
-      const int state = (Tile::kTimeFast ? row / kStateInterval : row % Tile::kGroups) * kStates;
+  __device__ __forceinline__ void finish_couple(const Interval& is, const S (*sums)[kStateInterval][Tile::kSlice],
+                                                const CoupleSums& to, long long offset) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int time = row_time() + i * kRowHop, left = at.states - row_group() * kStates;
       if (time >= is.steps) continue;
       S sum[kStates], next[kStates];
-      read_row(sum, &sums[time][0][state]);
+      const S* const from = &sums[0][time][turned(row_group(), time) * kStates];
+      read_row(sum, from);
 #pragma unroll
       for (int warp = 1; warp < Tile::kWarps; ++warp) {
-        read_row(next, &sums[time][warp][state]);
+        read_row(next, from + warp * kStateInterval * Tile::kSlice);
 #pragma unroll
         for (int n = 0; n < kStates; ++n) sum[n] = add(sum[n], next[n]);
       }
+      if (Tile::kSegmented && is.marks.masked >> time & 1) {
 #pragma unroll
-      for (int n = 0; n < kStates; ++n) {
-        if (Tile::kSegmented && is.marks.masked >> time & 1) sum[n] = Scalar<S>::zero();
-        if (state + n < at.states) *reinterpret_cast<S*>(corner + time * to.time + (state + n) * to.state) = sum[n];
+        for (int n = 0; n < kStates; ++n) sum[n] = Scalar<S>::zero();
+      }
+      char* const out = after(to.start + offset, is.number * kStateInterval + i * kRowHop, to.time);
+      if (to.state == sizeof(S) && left >= kStates && (unsigned long long)out % sizeof(Row<S, kStates>) == 0) {
+        write_row(reinterpret_cast<S*>(out), sum);
+      } else {
+#pragma unroll
+        for (int n = 0; n < kStates; ++n)
+          if (n < left) *reinterpret_cast<S*>(out + n * to.state) = sum[n];
       }
     }
   }
 
   // --- a chunk of a row --------------------------------------------------------------------------------------------
 
-  // The states that enter an interval, wanted an interval later.
-  __device__ __forceinline__ void load_saved(S (&to)[kStates], int interval) const {
-    const long long intervals = (args.length + kStateInterval - 1) / kStateInterval;
-    const S* from =
-        reinterpret_cast<const S*>(args.states) +
-        ((batch * intervals + position(interval) / kStateInterval) * args.channels + my_channel()) * args.state;
-#pragma unroll
-    for (int n = 0; n < kStates; ++n) {
-      to[n] = Scalar<S>::zero();
-      if (have(n)) to[n] = from[my_state(n)];
-    }
+  // Starts the load of the states that enter the interval whose first states lie at `saved`, and goes to the one before
+  // it. States that do not exist are 0 from the start.
+  __device__ __forceinline__ void start_saved() {
+    each_state([&](int n) {
+      start_copy(&shared.saved[n][threadIdx.x], reinterpret_cast<const char*>(saved + local_state(n)));
+    });
+    saved -= args.channels * args.state;
   }
 
   // Element (batch, chunk, my state, my channel) of seeds and summaries.
@@ -728,11 +823,17 @@ struct Backward {
     delta = first(args.delta);
     z = first(args.z);
     grad_output = first(args.grad_output);
-    grad_u = first(args.grad_u);
-    grad_delta = first(args.grad_delta);
-    grad_z = first(args.grad_z);
+    offset(kGradU) = first(args.grad_u) - args.grad_u.start;
+    offset(kGradDelta) = first(args.grad_delta) - args.grad_delta.start;
+    offset(kGradZ) = first(args.grad_z) - args.grad_z.start;
     if constexpr (Tile::kTimeB) B = first(args.B);
     if constexpr (Tile::kTimeC) C = first(args.C);
+    if constexpr (Tile::kTimeB) offset(kGradB) = first(args.grad_B) - args.grad_B.start;
+    if constexpr (Tile::kTimeC) offset(kGradC) = first(args.grad_C) - args.grad_C.start;
+    const long long all = (args.length + kStateInterval - 1) / kStateInterval;  // intervals of the row
+    saved = reinterpret_cast<const S*>(args.states) +
+            ((batch * all + at.begin / kStateInterval + intervals - 1) * args.channels + my_channel()) * args.state +
+            args.first_state + group * kStates;
 #pragma unroll
     for (int n = 0; n < kStates; ++n) p[n] = Scalar<S>::zero();
     each_state([&](int n) {
@@ -743,7 +844,7 @@ struct Backward {
         p[n] = load_item<S>(args.grad_last + batch * args.last_batch + my_channel() * args.last_channel +
                             my_state(n) * args.last_state);
     });
-    delta_sum = R(0);
+    delta_sum = {R(0), R(0)};
     resets = false;
 
     auto start = [&](int number) {
@@ -754,9 +855,8 @@ struct Backward {
         start_loads<false>(is);
     };
     constexpr bool kAhead = kSummarise || Tile::kSets == 2;
-    S saved[kStates];  // what enters the next interval
     start(intervals - 1);
-    if (!kSummarise) load_saved(saved, intervals - 1);
+    if (!kSummarise) start_saved();
     for (int number = intervals - 1; number >= 0; --number) {
       const Interval is = describe(number);
       wait_for_copies();
@@ -769,12 +869,12 @@ struct Backward {
       if constexpr (kSummarise) {
         summarise(is);
       } else {
-        const int parts = (is.steps + kSteps - 1) / kSteps;
         S h[kStates];
 #pragma unroll
-        for (int n = 0; n < kStates; ++n) h[n] = saved[n];
-        if (number > 0) load_saved(saved, number - 1);
+        for (int n = 0; n < kStates; ++n) h[n] = shared.saved[n][threadIdx.x];
+        if (number > 0) start_saved();
         const bool marked = is.marked();
+        const int step = marked ? kAtOnce<true> : kAtOnce<false>, parts = (is.steps + step - 1) / step;
         if (marked)
           enter_all<true>(is, parts, h);
         else
@@ -782,11 +882,11 @@ struct Backward {
 #pragma unroll 1
         for (int part = parts - 1; part >= 0; --part) {
           if (marked)
-            compute<true, true>(is, part * kSteps);
+            compute<true, true>(is, part * step);
           else if (args.z.start)
-            compute<false, true>(is, part * kSteps);
+            compute<false, true>(is, part * step);
           else
-            compute<false, false>(is, part * kSteps);
+            compute<false, false>(is, part * step);
         }
       }
       __syncthreads();
@@ -802,7 +902,7 @@ struct Backward {
     each_state([&](int n) {
       if (kSummarise) {
         const long long i = place(from_right, n);
-        reinterpret_cast<S*>(args.summary_gate)[i] = conjugate(gate_of(delta_sum, rate[n]));
+        reinterpret_cast<S*>(args.summary_gate)[i] = conjugate(gate_of(delta_sum.value(), rate[n]));
         reinterpret_cast<S*>(args.summary_input)[i] = p[n];
         if (Tile::kSegmented && args.marks && my_channel() == 0 && my_state(n) == 0)
           args.summary_resets[batch * args.chunks + from_right] = resets;
@@ -817,6 +917,7 @@ struct Backward {
 #pragma unroll
     for (int n = 0; n < kStates; ++n) {
       rate[n] = dA[n] = Scalar<S>::zero();
+      if (!have(n)) shared.saved[n][threadIdx.x] = Scalar<S>::zero();
       if constexpr (!Tile::kTimeB) constant_B[n] = constant_dB[n] = Scalar<S>::zero();
       if constexpr (!Tile::kTimeC) constant_C[n] = constant_dC[n] = Scalar<S>::zero();
     }
@@ -830,7 +931,7 @@ struct Backward {
         load_as(constant_C[n], args.C.start + my_channel() * args.C.channel + my_state(n) * args.C.state, args.C.code);
     });
 #pragma unroll
-    for (int c = 0; c < Tile::kColumns; ++c) dD[c] = dbias[c] = R(0);
+    for (int c = 0; c < Tile::kColumns; ++c) total(0, c) = total(1, c) = R(0);
     for (int c = threadIdx.x; c < Tile::kChannels; c += Tile::kThreads) {
       const long long d = at.first_channel + c;
       const bool there = c < at.channels;
@@ -839,8 +940,8 @@ struct Backward {
       shared.D[c] = there && args.D ? load_real<R>(args.D + d * args.D_channel, args.D_code) : R(0);
     }
     __syncthreads();
-    const long long last = at.part * args.part + args.part;
-    for (batch = at.part * args.part; batch < (last < args.batch ? last : args.batch); ++batch) walk();
+    const long long last = (long long)at.part * args.part + args.part;
+    for (batch = (long long)at.part * args.part; batch < (last < args.batch ? last : args.batch); ++batch) walk();
     if constexpr (!kSummarise) leave_parts();
   }
 
@@ -855,13 +956,13 @@ struct Backward {
     });
     if (args.leaves_partial_sum) return;
     // Each thread has sums of kColumns channels: entry (thread, column) of a table where the sums over states were.
-    R* const table = &shared.sums[0][0][0];
+    R* const table = shared.sums[0];
     static_assert(sizeof(shared.sums) >= 2 * sizeof(R) * Tile::kThreads * Tile::kColumns, "the table fits");
     __syncthreads();
 #pragma unroll
     for (int c = 0; c < Tile::kColumns; ++c) {
-      table[threadIdx.x * Tile::kColumns + c] = dD[c];
-      table[(Tile::kThreads + threadIdx.x) * Tile::kColumns + c] = dbias[c];
+      table[threadIdx.x * Tile::kColumns + c] = total(0, c);
+      table[(Tile::kThreads + threadIdx.x) * Tile::kColumns + c] = total(1, c);
     }
     __syncthreads();
     for (int c = threadIdx.x; c < at.channels; c += Tile::kThreads) {

@@ -1,217 +1,271 @@
-// The tile of a selective_scan: its shape, its place in shared memory, and the two ends of the pipeline, from global
-// memory to (delta, delta * u), B and C in shared memory, and from partial sums in shared memory to y.
+// The tile of a selective_scan: kTileSteps steps of a warp's channels and of its block's B and C, and the two ends of
+// the pipeline, from global memory to (delta, delta * u), B and C in shared memory, and from y in shared memory to
+// where it goes.
 //
-// Every array of a tile is a grid of steps by channels (u, delta, z, y) or of steps by states (B, C), and moves in
-// pairs of neighbours: along channels or states, or along time where that is the fast axis (kTimeFast). Each thread has
-// the same pairs in every tile, so it walks an array with one address, and what exists of a whole tile and of the last
-// one are two bit masks made once.
+// Every array of a tile is a grid of steps by places (channels, or states of B and C), of which each thread moves one
+// run of neighbours along the fast axis: places, or steps where time is the fast axis (kTimeFast). Where the array
+// allows it (`vector`) a run is one aligned piece of memory and moves in accesses of up to 16 bytes, asynchronously
+// into slots of shared memory that belong to the thread.
 //
-// kPlain is the usual case with its flags known to the compiler: a whole tile of which every item exists, items of u's
-// type read and written as vectors, one slice, no limits on delta. It is chosen for each tile at run time, and does
-// what the general code does.
+// kPlain is the usual case with its flags known to the compiler: items of u's type read and written as vectors, one
+// slice, no limits on delta. A run then exists as a whole or not at all. It does what the general code does.
 #pragma once
 #include "activations.cuh"
 #include "selective_args.cuh"
 #include "selective_types.cuh"
 #include "tile_io.cuh"
+#include "warp_scan.cuh"
 
-constexpr int kRowPadding = 2;  // channels added to a row of shared memory, against bank conflicts along time
+constexpr int kTileSteps = kStateInterval;  // a tile has one saved state and one word of marks
+static_assert(kTileSteps == kMarkSteps, "a tile's marks are one word");
 
-template <class R>
-struct alignas(2 * sizeof(R)) Drive {
-  R delta, delta_u;
-};
-
-// A grid of kSteps steps by kWidth channels or states, and which pairs of it are this thread's. Item 2i is the first of
-// pair i, item 2i + 1 its second.
-template <int kSteps_, int kWidth, int kThreads, bool kTimeFast>
-struct PairGrid {
-  static constexpr int kSteps = kSteps_;
+// A grid of kTileSteps steps by kWidth places over kLanes threads, and which run of kItems of it is a thread's.
+template <int kWidth, int kLanes, bool kTimeFast>
+struct RunGrid {
+  static constexpr int kItems = kTileSteps * kWidth / kLanes;
+  static constexpr int kRuns = (kTimeFast ? kTileSteps : kWidth) / kItems;  // in a row along the fast axis
   static constexpr bool kAlongTime = kTimeFast;
-  static constexpr int kPerRow = (kTimeFast ? kSteps : kWidth) / 2;  // pairs in a row along the fast axis
-  static constexpr int kRows = kTimeFast ? kWidth : kSteps;
-  static constexpr int kHop = kThreads / kPerRow;  // rows from a thread's pair to its next
-  static constexpr int kPairs = (kRows + kHop - 1) / kHop;
-  static constexpr int kItems = 2 * kPairs;
-  static constexpr bool kEven = kRows % kHop == 0;  // every thread has kPairs pairs
-  static_assert(kThreads % kPerRow == 0, "a thread's pairs are whole rows apart");
-  static_assert(kItems <= 16, "two masks in a word");
+  static constexpr unsigned kWhole = kItems < 32 ? (1u << kItems) - 1 : ~0u;  // all items exist
+  static_assert(kItems > 0 && kRuns > 0 && kTileSteps * kWidth == kItems * kLanes, "each thread has one run");
 
-  static __device__ __forceinline__ int row(int item) { return threadIdx.x / kPerRow + item / 2 * kHop; }
-  static __device__ __forceinline__ int along(int item) { return 2 * (threadIdx.x % kPerRow) + item % 2; }
-  static __device__ __forceinline__ int time(int item) { return kTimeFast ? along(item) : row(item); }
-  static __device__ __forceinline__ int place(int item) { return kTimeFast ? row(item) : along(item); }
-  static __device__ __forceinline__ bool held(int item) { return kEven || row(item) < kRows; }
+  static __device__ __forceinline__ int row(int lane) { return lane / kRuns; }
+  static __device__ __forceinline__ int along(int lane, int item) { return lane % kRuns * kItems + item; }
+  static __device__ __forceinline__ int time(int lane, int item) { return kTimeFast ? along(lane, item) : row(lane); }
+  static __device__ __forceinline__ int place(int lane, int item) { return kTimeFast ? row(lane) : along(lane, item); }
 
-  // Bit i: does item i exist in a whole tile, of which `width` channels or states exist; bit 16 + i: in the last one?
-  static __device__ __forceinline__ unsigned masks(int last_steps, int width) {
+  // Bit i: does item i exist, of the steps from `begin` to before `end` and `width` places? With kPlain all are alike.
+  template <bool kPlain>
+  static __device__ __forceinline__ unsigned exist(int lane, int begin, int end, int width) {
+    if (kPlain) return time(lane, 0) >= begin && time(lane, 0) < end && place(lane, 0) < width ? kWhole : 0;
     unsigned bits = 0;
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      if (!held(i) || place(i) >= width) continue;
-      bits |= 1u << i;
-      if (time(i) < last_steps) bits |= 1u << (16 + i);
-    }
+    for (int i = 0; i < kItems; ++i)
+      if (time(lane, i) >= begin && time(lane, i) < end && place(lane, i) < width) bits |= 1u << i;
     return bits;
   }
 };
 
-// Walks one array, tile by tile: starts the loads of a tile's pairs and, before it starts the next, gives their values.
-// The slots in shared memory belong to the thread, so no barrier is needed between the two.
-template <class Grid, class Item, int kThreads>
-struct PairStream {
-  using Slots = Vector<Item>[kThreads];
-  char* at;  // this thread's first item in the tile that is next; the lower of its first two where pairs are vectors
-  long long hop, next, tile_step;
+// Walks one array, tile by tile. `lane` is the thread among those that share the grid.
+template <class Grid, class Item, int kLanes>
+struct RunStream {
+  static constexpr int kItems = Grid::kItems, kBytes = kItems * sizeof(Item);
+  static constexpr int kPiece = kBytes < 16 ? kBytes : 16, kPieces = kBytes / kPiece;
+  struct alignas(kPiece) Piece {
+    Item item[kPiece / sizeof(Item)];
+  };
+  using Slots = Piece[kPieces][kLanes];
+  char* at;  // this thread's first item in the tile that is next
+  long long next, tile_step;
 
-  // `corner`: the block's item at the first step of its first tile, and place 0.
-  __device__ __forceinline__ PairStream(char* corner, long long time_step, long long place_step, bool vector)
-      : PairStream(first(corner, time_step, place_step, vector), time_step, place_step) {}
-  // `at`: this thread's first item.
-  __device__ __forceinline__ PairStream(char* at, long long time_step, long long place_step)
-      : at(at),
-        hop(Grid::kHop * (Grid::kAlongTime ? place_step : time_step)),
+  // `corner`: the item at the first step of the first tile, and place 0.
+  __device__ __forceinline__ RunStream(char* corner, long long time_step, long long place_step, int lane)
+      : at(corner + Grid::time(lane, 0) * time_step + Grid::place(lane, 0) * place_step),
         next(Grid::kAlongTime ? time_step : place_step),
-        tile_step(Grid::kSteps * time_step) {}
+        tile_step(kTileSteps * time_step) {}
 
-  static __device__ __forceinline__ char* first(char* corner, long long time_step, long long place_step, bool vector) {
-    char* at = corner + Grid::time(0) * time_step + Grid::place(0) * place_step;
-    const long long next = Grid::kAlongTime ? time_step : place_step;
-    return vector && next < 0 ? at + next : at;
-  }
+  __device__ __forceinline__ bool backwards() const { return Grid::kAlongTime && next < 0; }
+  // The run's lowest address.
+  __device__ __forceinline__ char* lowest() const { return backwards() ? at + (kItems - 1) * next : at; }
 
+  // Starts the copy of the next tile's run, if it is a vector.
   template <bool kPlain>
-  __device__ __forceinline__ void start(Slots* slots, bool vector, unsigned exists) {
-    if (kPlain || vector) {
+  __device__ __forceinline__ void start(Slots& slots, int lane, bool vector, unsigned exist) {
+    if ((kPlain || vector) && exist == Grid::kWhole) {
+      const char* from = lowest();
 #pragma unroll
-      for (int i = 0; i < Grid::kPairs; ++i)
-        if (kPlain ? Grid::held(2 * i) : exists >> 2 * i & 1) start_copy(&slots[i][threadIdx.x], at + i * hop);
+      for (int i = 0; i < kPieces; ++i) start_copy(&slots[i][lane], from + i * kPiece);
     }
     at += tile_step;
   }
 
-  // After wait_for_copies. What does not exist is 0.
+  // Its items, after wait_for_copies; what does not exist is 0. `back` tiles have been started since.
   template <bool kPlain, class R>
-  __device__ __forceinline__ void values(const Slots* slots, bool vector, bool wide, unsigned exists,
-                                         R (&to)[Grid::kItems]) const {
-    if (kPlain || vector) {
+  __device__ __forceinline__ void values(const Slots& slots, int lane, bool vector, bool wide, unsigned exist, int back,
+                                         R (&to)[kItems]) const {
+    if (kPlain || (vector && (exist == Grid::kWhole || !exist))) {
+      if (exist) {
 #pragma unroll
-      for (int i = 0; i < Grid::kPairs; ++i) {
-        to[2 * i] = to[2 * i + 1] = Scalar<R>::zero();
-        if (kPlain ? Grid::held(2 * i) : exists >> 2 * i & 1)
-          read_vector(&slots[i][threadIdx.x], to[2 * i], to[2 * i + 1]);
+        for (int i = 0; i < kPieces; ++i) {
+          const Piece piece = slots[i][lane];
+#pragma unroll
+          for (int k = 0; k < kItems / kPieces; ++k) to[i * (kItems / kPieces) + k] = widen(piece.item[k]);
+        }
+        if (backwards()) reverse(to);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) to[i] = Scalar<R>::zero();
       }
-      if (Grid::kAlongTime && next < 0) swap_pairs(to);
     } else {
-      load_pairs<Item>(at - tile_step, hop, next, exists, wide, to);
+      load_run<Item>(at - (back + 1) * tile_step, next, exist, wide, to);
+    }
+  }
+
+  // Rounds and stores a whole run, a vector.
+  template <class R>
+  __device__ __forceinline__ void store(R (&values)[kItems]) const {
+    if (backwards()) reverse(values);
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      Piece piece;
+#pragma unroll
+      for (int k = 0; k < kItems / kPieces; ++k) narrow(values[i * (kItems / kPieces) + k], piece.item[k]);
+      *reinterpret_cast<Piece*>(lowest() + i * kPiece) = piece;
     }
   }
 };
 
+// How many blocks of `bytes` of shared memory a multiprocessor can hold, of `most`: registers for more would be for
+// nothing.
+constexpr int resident_blocks(int most, int bytes) {
+#ifdef __CUDA_ARCH__
+  constexpr int kArch = __CUDA_ARCH__;
+  constexpr int kKilobytes = kArch >= 1200  ? 100
+                             : kArch >= 900 ? 228
+                             : kArch == 800 ? 164
+                             : kArch == 870 ? 164
+                             : kArch >= 800 ? 100
+                                            : 64;
+  const int fit = kKilobytes * 1024 / (bytes + 1024);
+  return fit < 1 ? 1 : fit < most ? fit : most;
+#else
+  return most;
+#endif
+}
+
 // The shape of one instantiation. Item: u and z. S: the state, and A, B, C as computed.
-template <class Item_, class S_, int kStates_, int kGroups_, int kChannels_, int kSteps_, bool kTimeFast_, bool kTimeB_,
-          bool kTimeC_, bool kSegmented_>
+template <class Item_, class S_, int kStates_, int kGroups_, int kWarps_, bool kTimeFast_, bool kTimeB_, bool kTimeC_,
+          bool kSegmented_>
 struct SelectiveTile {
   using Item = Item_;
   using S = S_;
   using R = typename Accumulated<Item>::type;
   using CoupleItem = typename ItemOfCouple<Item, S>::type;
-  static constexpr int kStates = kStates_, kGroups = kGroups_, kChannels = kChannels_, kSteps = kSteps_;
+  static constexpr int kStates = kStates_, kGroups = kGroups_, kWarps = kWarps_;
   static constexpr bool kTimeFast = kTimeFast_, kTimeB = kTimeB_, kTimeC = kTimeC_, kSegmented = kSegmented_;
-  static constexpr int kSlice = kStates * kGroups;
-  static constexpr int kThreads = kChannels * kGroups;
-  static constexpr int kRow = kChannels + kRowPadding;
-  using Grid = PairGrid<kSteps, kChannels, kThreads, kTimeFast>;
-  using CoupleGrid = PairGrid<kSteps, kSlice, kThreads, kTimeFast>;
-  using Stream = PairStream<Grid, Item, kThreads>;
-  using CoupleStream = PairStream<CoupleGrid, CoupleItem, kThreads>;
-  static_assert(kChannels % 32 == 0, "a warp covers 32 channels of one state group");
-  static_assert(Grid::kEven, "each thread moves the same number of pairs");
-  static_assert(kSteps <= kMarkSteps, "a tile's marks are one word");
+  static constexpr int kAbreast = 32 / kGroups;  // channels of a warp
+  static constexpr int kChannels = kWarps * kAbreast, kThreads = 32 * kWarps, kSlice = kStates * kGroups;
+  static constexpr int kVector = kStates < 4 ? kStates : 4;  // states that are neighbours; see state_of
+  using Grid = RunGrid<kChannels, kThreads, kTimeFast>;
+  using CoupleGrid = RunGrid<kSlice, kThreads, kTimeFast>;
+  using Stream = RunStream<Grid, Item, kThreads>;
+  using CoupleStream = RunStream<CoupleGrid, CoupleItem, kThreads>;
+  static constexpr int kRow = kChannels + 1;          // of drives: the steps of a channel are in different banks
+  static constexpr int kSums = kChannels + kAbreast;  // of y: so are the steps that the groups write at once
+  static constexpr int kMarks = 8;                    // words of marks that are kept; five are in use
 
   struct Shared {
-    alignas(16) Drive<R> drive[2][kSteps][kRow];
-    alignas(16) S B[2][kTimeB ? kSteps : 1][kSlice];
-    alignas(16) S C[2][kTimeC ? kSteps : 1][kSlice];
-    alignas(16) R partial[2][kGroups][kSteps][kRow];
+    alignas(16) Drive<R> drive[2][kTileSteps][kRow];
+    alignas(16) S B[2][kTimeB ? kTileSteps : 1][kSlice];
+    alignas(16) S C[2][kTimeC ? kTileSteps : 1][kSlice];
+    alignas(16) R y[2][kTileSteps][kSums];
     alignas(16) R bias[kChannels];
     alignas(16) R D[kChannels];
-    // Slots of the streams; u passes twice, for the state and for D * u.
-    alignas(16) Vector<Item> u[Grid::kPairs][kThreads];
-    alignas(16) Vector<Item> delta[Grid::kPairs][kThreads];
-    alignas(16) Vector<Item> u_again[Grid::kPairs][kThreads];
-    alignas(16) Vector<Item> z[Grid::kPairs][kThreads];
-    alignas(16) Vector<CoupleItem> raw_B[CoupleGrid::kPairs][kThreads];
-    alignas(16) Vector<CoupleItem> raw_C[CoupleGrid::kPairs][kThreads];
+    alignas(16) Drive<R> nothing;  // the drive of lanes whose states do not exist
+    alignas(16) StepMarks marks[kSegmented ? kMarks : 1];
+    // Slots of the streams; u is needed from its commit to its finish.
+    typename Stream::Slots u[3];
+    typename Stream::Slots delta;
+    typename Stream::Slots z;
+    typename CoupleStream::Slots raw_B;
+    typename CoupleStream::Slots raw_C;
   };
+
+  // The state of the slice that local n of a group is: neighbours in fours, so that the groups read one row of memory.
+  static __device__ __forceinline__ int state_of(int group, int n) {
+    return n / kVector * (kVector * kGroups) + group * kVector + n % kVector;
+  }
 };
 
 // One block's share of the problem.
 struct SelectiveItem {
-  long long batch, group, first_channel, first_state, chunk;
-  long long begin, end;  // positions
+  int batch, group, first_channel, first_state, chunk;
+  long long begin, end;  // positions, of which the first may be in the middle of a tile
   int channels;          // how many of the tile's channels exist
   int states;            // how many of the slice's states exist
+  bool summarised;       // is the map of the chunk asked for?
 };
 
-template <class Tile>
-__device__ __forceinline__ SelectiveItem locate_item(const SelectiveArgs& args, long long item) {
-  const long long in_group = args.channels / args.groups;
-  const long long tiles = (in_group + Tile::kChannels - 1) / Tile::kChannels;
+// The first step at or after `begin` and before `end` that forgets what is before it, or the last with kLast; -1 if
+// there is none. `row` is the row's marks; `begin` is the first step of a word. There is no early exit, or the compiler
+// would take the lanes for apart from here on.
+template <bool kLast>
+__device__ __forceinline__ long long find_cut(const StepMarks* row, long long begin, long long end, int lane) {
+  const long long words = (end - begin + kMarkSteps - 1) / kMarkSteps;
+  long long cut = -1;
+  for (long long first = 0; first < words; first += 32) {
+    const long long word = begin / kMarkSteps + first + lane;
+    unsigned cuts = 0;
+    if (first + lane < words) {
+      cuts = row[word].resets | row[word].starts;
+      const long long steps = end - word * kMarkSteps;
+      if (steps < kMarkSteps) cuts &= (1u << steps) - 1;
+    }
+    const unsigned found = __ballot_sync(kFullMask, cuts);
+    const int where = kLast ? 31 - __clz(found) : __ffs(found) - 1;
+    cuts = from_lane(cuts, where & 31);
+    const int step = kLast ? 31 - __clz(cuts) : __ffs(cuts) - 1;
+    if (found && (kLast || cut < 0)) cut = begin + (first + where) * kMarkSteps + step;
+  }
+  return cut;
+}
+
+// Chunks are cut where something is forgotten, if they can be: chunk c begins at the first such step at or after its
+// own first one, and only if there is none before the next chunk at its first. Then a chunk has to be summarised only
+// where the next one begins with a state, and only from the last step that forgets.
+template <bool kSummarise>
+__device__ __forceinline__ void move_cuts(const SelectiveArgs& args, SelectiveItem& at, int lane) {
+  const StepMarks* row = args.marks + at.batch * args.marks_batch;
+  const long long own = at.begin, next = at.end, left = args.length - next;
+  const long long first = find_cut<false>(row, own, next, lane);
+  const long long cut = find_cut<false>(row, next, next + (args.chunk < left ? args.chunk : left), lane);
+  if (at.chunk > 0 && first >= 0) at.begin = first;
+  if (cut >= 0) at.end = cut;
+  at.summarised = left > 0 && cut < 0;
+  if constexpr (kSummarise) {
+    const long long last = find_cut<true>(row, own, next, lane);
+    if (last > at.begin) at.begin = last;
+  }
+}
+
+template <class Tile, bool kSummarise>
+__device__ __forceinline__ SelectiveItem locate_item(const SelectiveArgs& args, long long item, int lane) {
+  const int in_group = (int)(args.channels / args.groups);
+  const int tiles = (in_group + Tile::kChannels - 1) / Tile::kChannels;
   SelectiveItem at;
-  at.chunk = item % args.chunks;
+  at.chunk = (int)(item % args.chunks);
   item /= args.chunks;
-  const long long tile = item % tiles;
+  const int tile = (int)(item % tiles);
   item /= tiles;
-  at.group = item % args.groups;
+  at.group = (int)(item % args.groups);
   item /= args.groups;
-  at.batch = item % args.batch;
-  at.first_state = args.first_state + item / args.batch * Tile::kSlice;
+  at.batch = (int)(item % args.batch);
+  at.first_state = (int)(args.first_state + item / args.batch * Tile::kSlice);
   at.first_channel = at.group * in_group + tile * Tile::kChannels;
-  const long long left_states = args.state - at.first_state, left = in_group - tile * Tile::kChannels;
-  at.states = (int)(left_states < Tile::kSlice ? left_states : Tile::kSlice);
-  at.channels = (int)(left < Tile::kChannels ? left : Tile::kChannels);
+  const int left_states = (int)args.state - at.first_state, left = in_group - tile * Tile::kChannels;
+  at.states = left_states < Tile::kSlice ? left_states : Tile::kSlice;
+  at.channels = left < Tile::kChannels ? left : Tile::kChannels;
   at.begin = at.chunk * args.chunk;
   at.end = at.begin + args.chunk < args.length ? at.begin + args.chunk : args.length;
+  at.summarised = true;
+  if (Tile::kSegmented && args.marks && args.chunks > 1) move_cuts<kSummarise>(args, at, lane);
   return at;
 }
 
-template <class Tile>
-__device__ __forceinline__ typename Tile::Stream stream_of(const SequenceArray& array, const SelectiveItem& item) {
-  return {array.start + item.batch * array.batch + item.first_channel * array.channel + item.begin * array.time,
-          array.time, array.channel, (bool)array.vector};
-}
-template <class Tile>
-__device__ __forceinline__ typename Tile::CoupleStream stream_of(const CoupleArray& array, const SelectiveItem& item) {
-  return {array.start + item.batch * array.batch + item.group * array.group + item.first_state * array.state +
-              item.begin * array.time,
-          array.time, array.state, (bool)array.vector};
-}
-
-template <class Args>
-__device__ __forceinline__ float limit(const Args& args, int i, float) {
-  return args.limits32[i];
-}
-template <class Args>
-__device__ __forceinline__ double limit(const Args& args, int i, double) {
-  return args.limits64[i];
-}
-
-// Brings a tile of u and delta into shared memory as (delta, delta * u). Steps from `steps` on do not exist. Those and
-// masked ones have gate 1 and input 0; one that resets has gate 1, of a state that is made 0, and so has the first step
-// where `nothing_enters`: an infinite gate would make NaN of it.
+// From the raw runs of u and delta to a tile's drives. What does not exist and masked steps have gate 1 and input 0;
+// one that resets has gate 1, of a state that is made 0, and so has the first step where `nothing_enters`: an infinite
+// gate would make NaN of it.
 template <bool kPlain, class Tile>
-__device__ __forceinline__ void commit_sequence(const SelectiveArgs& args, typename Tile::Shared& shared, int buffer,
-                                                const typename Tile::Stream& u, const typename Tile::Stream& delta,
-                                                unsigned exists, int steps, bool nothing_enters,
+__device__ __forceinline__ void commit_sequence(const SelectiveArgs& args, typename Tile::Shared& shared, int thread,
+                                                int tile, const typename Tile::Stream& u,
+                                                const typename Tile::Stream& delta, unsigned exist, bool nothing_enters,
                                                 const StepMarks& marks) {
   using Grid = typename Tile::Grid;
   using R = typename Tile::R;
   R d_u[Grid::kItems], d[Grid::kItems];
-  u.template values<kPlain>(shared.u, args.u.vector, false, exists, d_u);
-  delta.template values<kPlain>(shared.delta, args.delta.vector, args.delta.wide, exists, d);
+  u.template values<kPlain>(shared.u[tile % 3], thread, args.u.vector, false, exist, 0, d_u);
+  delta.template values<kPlain>(shared.delta, thread, args.delta.vector, args.delta.wide, exist, 0, d);
 #pragma unroll
-  for (int i = 0; i < Grid::kItems; ++i) d[i] += shared.bias[Grid::place(i)];
+  for (int i = 0; i < Grid::kItems; ++i) d[i] += shared.bias[Grid::place(thread, i)];
   if (args.softplus) {
 #pragma unroll
     for (int i = 0; i < Grid::kItems; ++i) d[i] = softplus(d[i]);
@@ -222,85 +276,95 @@ __device__ __forceinline__ void commit_sequence(const SelectiveArgs& args, typen
   }
 #pragma unroll
   for (int i = 0; i < Grid::kItems; ++i) d_u[i] = d[i] * d_u[i];
-  if (!kPlain) {
+  if (!kPlain || !exist || nothing_enters) {
 #pragma unroll
     for (int i = 0; i < Grid::kItems; ++i) {
-      if (Grid::time(i) >= steps) d[i] = d_u[i] = R(0);
-      if (nothing_enters && Grid::time(i) == 0) d[i] = R(0);
+      if (!(exist >> i & 1)) d[i] = d_u[i] = R(0);
+      if (nothing_enters && Grid::time(thread, i) == 0) d[i] = R(0);
     }
   }
   if (Tile::kSegmented && marks.masked | marks.resets) {
 #pragma unroll
     for (int i = 0; i < Grid::kItems; ++i) {
-      if ((marks.masked | marks.resets) >> Grid::time(i) & 1) d[i] = R(0);
-      if (marks.masked >> Grid::time(i) & 1) d_u[i] = R(0);
+      if ((marks.masked | marks.resets) >> Grid::time(thread, i) & 1) d[i] = R(0);
+      if (marks.masked >> Grid::time(thread, i) & 1) d_u[i] = R(0);
     }
   }
 #pragma unroll
-  for (int i = 0; i < Grid::kItems; ++i) shared.drive[buffer][Grid::time(i)][Grid::place(i)] = {d[i], d_u[i]};
+  for (int i = 0; i < Grid::kItems; ++i)
+    shared.drive[tile % 2][Grid::time(thread, i)][Grid::place(thread, i)] = {d[i], d_u[i]};
 }
 
-// Brings a tile of B or C into shared memory; steps and states that do not exist are 0, and so are masked steps.
+// From the raw run of B or C to a tile in shared memory; what does not exist is 0, and so are masked steps.
 template <bool kPlain, class Tile>
-__device__ __forceinline__ void commit_couple(const CoupleArray& array, const typename Tile::CoupleStream& stream,
-                                              const typename Tile::CoupleStream::Slots* slots, unsigned exists,
+__device__ __forceinline__ void commit_couple(const CoupleArray& array, int thread,
+                                              const typename Tile::CoupleStream& stream,
+                                              const typename Tile::CoupleStream::Slots& slots, unsigned exist,
                                               unsigned masked, typename Tile::S (*tile)[Tile::kSlice]) {
   using Grid = typename Tile::CoupleGrid;
-  typename Tile::S value[Grid::kItems];
-  stream.template values<kPlain>(slots, array.vector, array.wide, exists, value);
+  using S = typename Tile::S;
+  S value[Grid::kItems];
+  stream.template values<kPlain>(slots, thread, array.vector, array.wide, exist, 0, value);
+  if (Tile::kSegmented && masked) {
 #pragma unroll
-  for (int i = 0; i < Grid::kItems; ++i)
-    if (Grid::held(i))
-      tile[Grid::time(i)][Grid::place(i)] =
-          Tile::kSegmented && masked >> Grid::time(i) & 1 ? Scalar<typename Tile::S>::zero() : value[i];
+    for (int i = 0; i < Grid::kItems; ++i)
+      if (masked >> Grid::time(thread, i) & 1) value[i] = Scalar<S>::zero();
+  }
+  if constexpr (Tile::kTimeFast) {
+#pragma unroll
+    for (int i = 0; i < Grid::kItems; ++i) tile[Grid::time(thread, i)][Grid::place(thread, i)] = value[i];
+  } else {
+    write_row(&tile[Grid::time(thread, 0)][Grid::place(thread, 0)], value);
+  }
 }
 
-// Adds a tile's partial sums in the order of the states and brings y to where it goes: to the output, or while there
-// are slices to come to partial_sum. y is 0 where a step is masked.
+// Brings a tile's y to where it goes: to the output, or while there are slices to come to partial_sum. y is 0 where a
+// step is masked.
 template <bool kPlain, class Tile>
-__device__ __forceinline__ void finish(const SelectiveArgs& args, const typename Tile::Shared& shared, int buffer,
-                                       const typename Tile::Stream& u, const typename Tile::Stream& z,
+__device__ __forceinline__ void finish(const SelectiveArgs& args, const typename Tile::Shared& shared, int thread,
+                                       int tile, const typename Tile::Stream& u, const typename Tile::Stream& z,
                                        const typename Tile::Stream& output, const typename Tile::Stream& partial_sum,
-                                       unsigned exists, int groups, unsigned masked) {
+                                       unsigned exist, unsigned masked, int back) {
   using Grid = typename Tile::Grid;
   using R = typename Tile::R;
   R y[Grid::kItems], value[Grid::kItems];
+  if constexpr (Tile::kTimeFast) {
 #pragma unroll
-  for (int i = 0; i < Grid::kItems; ++i) y[i] = shared.partial[buffer][0][Grid::time(i)][Grid::place(i)];
+    for (int i = 0; i < Grid::kItems; ++i) y[i] = shared.y[tile % 2][Grid::time(thread, i)][Grid::place(thread, i)];
+  } else {
+    read_row(y, &shared.y[tile % 2][Grid::time(thread, 0)][Grid::place(thread, 0)]);
+  }
   if (!kPlain && args.adds_to_partial_sum) {
-    load_pairs<R>(partial_sum.at, partial_sum.hop, partial_sum.next, exists, false, value);
+    load_run<R>(partial_sum.at, partial_sum.next, exist, false, value);
 #pragma unroll
     for (int i = 0; i < Grid::kItems; ++i) y[i] += value[i];
-  }
-#pragma unroll
-  for (int g = 1; g < Tile::kGroups; ++g) {
-    if (kPlain || g < groups) {
-#pragma unroll
-      for (int i = 0; i < Grid::kItems; ++i) y[i] += shared.partial[buffer][g][Grid::time(i)][Grid::place(i)];
-    }
   }
   if (!kPlain && args.leaves_partial_sum) {
 #pragma unroll
     for (int i = 0; i < Grid::kItems; ++i)
-      if (exists >> i & 1)
-        *reinterpret_cast<R*>(partial_sum.at + i / 2 * partial_sum.hop + i % 2 * partial_sum.next) = y[i];
+      if (exist >> i & 1) *reinterpret_cast<R*>(partial_sum.at + i * partial_sum.next) = y[i];
     return;
   }
   if (args.D) {
-    u.template values<kPlain>(shared.u_again, args.u.vector, false, exists, value);
+    u.template values<kPlain>(shared.u[tile % 3], thread, args.u.vector, false, exist, back, value);
 #pragma unroll
-    for (int i = 0; i < Grid::kItems; ++i) y[i] = multiply_add(shared.D[Grid::place(i)], value[i], y[i]);
+    for (int i = 0; i < Grid::kItems; ++i) y[i] = multiply_add(shared.D[Grid::place(thread, i)], value[i], y[i]);
   }
   if (args.z.start) {
-    z.template values<kPlain>(shared.z, args.z.vector, false, exists, value);
+    z.template values<kPlain>(shared.z, thread, args.z.vector, false, exist, 0, value);
 #pragma unroll
     for (int i = 0; i < Grid::kItems; ++i) y[i] = y[i] * silu(value[i]);
   }
   if (Tile::kSegmented && masked) {
 #pragma unroll
     for (int i = 0; i < Grid::kItems; ++i)
-      if (masked >> Grid::time(i) & 1) y[i] = R(0);
+      if (masked >> Grid::time(thread, i) & 1) y[i] = R(0);
   }
-  store_pairs<typename Tile::Item>(output.at, output.hop, output.next, y, kPlain ? ~0u : exists, args.output_code,
-                                   kPlain || args.output.vector);
+  if (kPlain || (args.output.vector && exist == Grid::kWhole)) {
+    if (exist) output.store(y);
+  } else {
+#pragma unroll
+    for (int i = 0; i < Grid::kItems; ++i)
+      if (exist >> i & 1) store_as(output.at + i * output.next, args.output_code, y[i]);
+  }
 }

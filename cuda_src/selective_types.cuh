@@ -21,3 +21,19 @@ template <class R>
 __device__ __forceinline__ R contract(complex<R> C, complex<R> h, R sum) {
   return multiply_add(R(2) * C.re, h.re, multiply_add(R(-2) * C.im, h.im, sum));
 }
+
+// What a step does to the states of its channel: the gates are exp(delta * A), the inputs delta * u * B.
+template <class R>
+struct alignas(2 * sizeof(R)) Drive {
+  R delta, delta_u;
+};
+
+// delta_limit in the accumulation type.
+template <class Args>
+__device__ __forceinline__ float limit(const Args& args, int i, float) {
+  return args.limits32[i];
+}
+template <class Args>
+__device__ __forceinline__ double limit(const Args& args, int i, double) {
+  return args.limits64[i];
+}

@@ -14,6 +14,15 @@ __device__ __forceinline__ long long offset_of(const MarkArgs& args, long long s
   return args.wide_offsets ? load_item<long long>(at) : load_item<int>(at);
 }
 
+// Bit s: is byte s not 0? Those from `steps` on are as in `beyond`. All bytes are under way at once.
+__device__ __forceinline__ unsigned flags_of(const char* bytes, long long next, int steps, unsigned beyond) {
+  unsigned flags = beyond;
+#pragma unroll
+  for (int s = 0; s < kMarkSteps; ++s)
+    if (s < steps && (load_item<unsigned char>(bytes + s * next) != 0) != (beyond & 1)) flags ^= 1u << s;
+  return flags;
+}
+
 // The last sequence that begins at or before `time`, or -1.
 __device__ __forceinline__ long long sequence_at(const MarkArgs& args, long long time) {
   long long low = 0, high = args.sequences;
@@ -27,29 +36,48 @@ __device__ __forceinline__ long long sequence_at(const MarkArgs& args, long long
   return low - 1;
 }
 
+// Bits 0 to n - 1, and all of them from 32 on.
+__device__ __forceinline__ unsigned bits_below(long long n) {
+  return n >= kMarkSteps ? ~0u : (1u << (n > 0 ? n : 0)) - 1;
+}
+
 // Adds the edges of the sequences. A step outside of all of them is masked and forgets the sequence before it.
 __device__ __forceinline__ void mark_sequences(const MarkArgs& args, StepMarks& marks, long long first, int steps,
                                                bool writes_ids) {
-  const int direction = args.reverse ? -1 : 1;
-  long long time = args.reverse ? args.length - 1 - first : first;
+  // The sequences that have a part in the word's times, lowest first; bits are times here.
+  const long long time = args.reverse ? args.length - first - steps : first;
+  unsigned inside = 0, lowest = 0, highest = 0;
   long long id = sequence_at(args, time);
-  for (int s = 0; s < steps; ++s, time += direction) {
-    while (direction > 0 && id + 1 < args.sequences && offset_of(args, id + 1) <= time) ++id;
-    while (direction < 0 && id >= 0 && offset_of(args, id) > time) --id;
-    const unsigned bit = 1u << s;
-    const bool inside = id >= 0 && time < offset_of(args, id + 1);
-    if (inside) {
-      const bool lowest = time == offset_of(args, id), highest = time + 1 == offset_of(args, id + 1);
-      const bool begins = args.reverse ? highest : lowest;
-      if (begins && args.starts == kEmpty) marks.resets |= bit;
-      if (begins && (!(marks.resets & bit) || args.starts == kAlwaysMarked)) marks.starts |= bit;
-      if (args.reverse ? lowest : highest) marks.ends |= bit;
-    } else {
-      marks.masked |= bit;
-      marks.resets |= bit;
+  id = id > 0 ? id : 0;
+  long long begin = offset_of(args, id);
+  for (; id < args.sequences && begin < time + steps; ++id) {
+    // Offsets may be anything: no difference is taken that could overflow.
+    const long long end = offset_of(args, id + 1);
+    const int from = begin > time ? (int)(begin - time) : 0;
+    const int to = end >= time + steps ? steps : end > time ? (int)(end - time) : 0;
+    if (from < to) {
+      const unsigned bits = bits_below(to) & ~bits_below(from);
+      inside |= bits;
+      if (begin >= time) lowest |= 1u << from;
+      if (end <= time + steps) highest |= 1u << (to - 1);
+      for (int s = from; writes_ids && s < to; ++s)
+        args.ids[args.reverse ? first + steps - 1 - s : first + s] = (int)id;
     }
-    if (writes_ids) args.ids[first + s] = inside ? (int)id : 0;
+    begin = end;
   }
+  if (args.reverse) {  // from times to positions
+    const int unused = kMarkSteps - steps;
+    inside = __brev(inside) >> unused;
+    const unsigned begins = __brev(highest) >> unused;
+    highest = __brev(lowest) >> unused;
+    lowest = begins;
+  }
+  const unsigned outside = ~inside & bits_below(steps);
+  if (args.starts == kEmpty) marks.resets |= lowest;
+  marks.starts |= args.starts == kAlwaysMarked ? lowest : lowest & ~marks.resets;
+  marks.ends |= highest;
+  marks.masked |= outside;
+  marks.resets |= outside;
 }
 
 __device__ __forceinline__ void make_marks(const MarkArgs& args) {
@@ -66,10 +94,8 @@ __device__ __forceinline__ void make_marks(const MarkArgs& args) {
       rest /= args.row_size[d];
     }
     StepMarks marks = {0, 0, 0, 0};
-    for (int s = 0; s < steps; ++s) {
-      if (args.mask.start && !load_item<unsigned char>(mask + (first + s) * args.mask.time)) marks.masked |= 1u << s;
-      if (args.reset.start && load_item<unsigned char>(reset + (first + s) * args.reset.time)) marks.resets |= 1u << s;
-    }
+    if (args.mask.start) marks.masked = ~flags_of(mask + first * args.mask.time, args.mask.time, steps, ~0u);
+    if (args.reset.start) marks.resets = flags_of(reset + first * args.reset.time, args.reset.time, steps, 0);
     if (args.offsets)
       mark_sequences(args, marks, first, steps, args.ids && row == 0);
     else if (first == 0 && args.starts == kEmpty)

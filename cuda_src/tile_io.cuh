@@ -24,18 +24,18 @@ struct alignas(2 * sizeof(Item)) Vector {
   Item lower, upper;
 };
 
-// Copies a vector into shared memory without waiting; wait_for_copies waits for all that this thread has started.
-// Older chips and the CPU copy at once.
-template <class Item>
-__device__ __forceinline__ void start_copy(Vector<Item>* to, const char* from) {
+// Copies 4, 8 or 16 bytes into shared memory without waiting; wait_for_copies waits for all that this thread has
+// started. Older chips and the CPU copy at once.
+template <class V>
+__device__ __forceinline__ void start_copy(V* to, const char* from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  constexpr int kBytes = sizeof(Vector<Item>);
+  constexpr int kBytes = sizeof(V);
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "the sizes that the chip copies asynchronously");
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from),
                "n"(kBytes)
                : "memory");
 #else
-  *to = load_item<Vector<Item> >(from);
+  *to = load_item<V>(from);
 #endif
 }
 __device__ __forceinline__ void wait_for_copies() {
@@ -102,6 +102,33 @@ __device__ __forceinline__ void store_pairs(char* at, long long hop, long long n
 #pragma unroll
     for (int i = 0; i < N; ++i)
       if (exists >> i & 1) store_as(at + i / 2 * hop + i % 2 * next, code, values[i]);
+  }
+}
+
+// --- runs ----------------------------------------------------------------------------------------------------
+
+template <class R, int N>
+__device__ __forceinline__ void reverse(R (&values)[N]) {
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    const R first = values[i];
+    values[i] = values[N - 1 - i];
+    values[N - 1 - i] = first;
+  }
+}
+
+// Loads and waits for N items `next` bytes apart. Bit i of `exist`: does item i? The others become 0. `wide`: float32
+// items where Item has 16 bits.
+template <class Item, class R, int N>
+__device__ __forceinline__ void load_run(const char* at, long long next, unsigned exist, bool wide, R (&values)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i, at += next) {  // one address at a time: registers are scarce where this stands
+    values[i] = Scalar<R>::zero();
+    if (!(exist >> i & 1)) continue;
+    if constexpr (sizeof(Item) == 2)
+      values[i] = wide ? load_item<float>(at) : widen(load_item<Item>(at));
+    else
+      values[i] = load_item<Item>(at);
   }
 }
 

@@ -34,8 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fuzz = commands.add_parser("fuzz", help="draw whole problems, compare with the oracle and between schedules")
     fuzz.add_argument("--minutes", type=float, help="stop after this time (default 1, without --problems)")
     fuzz.add_argument("--problems", type=int, dest="count", help="stop after this many problems")
-    fuzz.add_argument("--seed", type=int, help="of the problems (default: drawn and told)")
+    fuzz.add_argument("--seed", type=int, help="problem i depends on it and i alone (default: drawn and told)")
     fuzz.add_argument("--on", choices=("gpu", "host", "numpy"), help="a GPU, the CPU executor of kernels, or NumPy")
+    fuzz.add_argument("--jobs", type=int, help="processes, 1 for none beside this (default: one a core, 16 for a GPU)")
     fuzz.add_argument("--record", type=Path, help="write what was run and found to this JSON file")
     chosen = parser.parse_args(arguments)
     if chosen.command == "fuzz":

@@ -17,7 +17,7 @@ from ._arrays import ITEM_CODE, Array, Place, _address, accumulation, item_name
 from ._calls import start
 from ._plan import (
     ITEM_BYTES,
-    STATE_INTERVAL,
+    TILE_STEPS,
     UPDATE_THREADS,
     Lanes,
     LinearPlan,
@@ -120,14 +120,25 @@ class Marks:
 
 
 def make_marks(
-    place: Place, segments: Segments, length: int, sizes: tuple[int, ...], *, enters: bool, backward: bool = False
+    place: Place,
+    segments: Segments,
+    length: int,
+    sizes: tuple[int, ...],
+    *,
+    enters: bool,
+    leaves: bool = True,
+    backward: bool = False,
 ) -> Marks:
-    """Make the marks of rows of `sizes`, or of their gradients; `enters`: does a state enter a row or sequence?"""
+    """Make the marks of rows of `sizes`, or of their gradients.
+
+    Does a state enter a row or sequence (`enters`), and is the one that leaves it wanted?
+    """
     mask, reset = (_pad(x.rows) if x else _pad(()) for x in (segments.mask, segments.reset))
     own = [size if m or r else 1 for size, m, r in zip(sizes, mask, reset, strict=False)]
     words = _ceil_div(length, _MARK_STEPS)
     marks = place.allocate((prod(own), words, _MARK_BYTES), np.uint8)
-    ids = None if segments.offsets is None else place.allocate((length,), np.int32)
+    needs_ids = segments.offsets is not None and (enters or leaves)
+    ids = place.allocate((length,), np.int32) if needs_ids else None
     offsets, pointer = segments.offsets, place.pointer(marks)
     packed = struct.pack(
         MARK_ARGS,
@@ -295,12 +306,14 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
     batch, length, channels = call.u.shape
     state = call.A.shape[1]
     kind, tile = call.kind, plan.fit.tile
-    if call.states is not None and plan.chunks > 1 and plan.order.chunk % STATE_INTERVAL:
-        raise ValueError(f"saved states need chunks of whole intervals of {STATE_INTERVAL}, got {plan.order.chunk}")
+    if plan.chunks > 1 and plan.order.chunk % TILE_STEPS:
+        raise ValueError(f"chunks must be whole tiles of {TILE_STEPS} steps, got {plan.order.chunk}")
+    tiles = selective_tiles(kind)
+    run, couple_run = max(x.abreast for x in tiles), max(x.couples for x in tiles)
     item, real, state_dtype = kind.item, np.dtype(kind.real), np.dtype(kind.state)
 
     def sequence(x: Array | None, item: str) -> tuple[int, ...]:
-        return _NO_SEQUENCE if x is None else _sequence(place, x, item, time_step, plan.order.chunk, kind, call.groups)
+        return _NO_SEQUENCE if x is None else sequence_fields(place, x, item, time_step, kind, call.groups, run)
 
     scratch = None
     if plan.slices > 1:
@@ -320,7 +333,7 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
         (*sequence(scratch, real.name)[:5], 0),
     ]
     couples = [
-        _couple(place, x, varies, time_step, plan.order.chunk, kind)
+        couple_fields(place, x, varies, time_step, kind, couple_run)
         for x, varies in ((call.B, kind.time_B), (call.C, kind.time_C))
     ]
     packed_sequences = call.segments is not None and call.segments.offsets is not None
@@ -328,7 +341,8 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
     (initial, last), of_sequences = states if packed_sequences else reversed(states)
     marks, resets = None, None
     if call.segments is not None:
-        marks = make_marks(place, call.segments, length, (batch,), enters=call.initial is not None)
+        enters, leaves = call.initial is not None, call.last is not None
+        marks = make_marks(place, call.segments, length, (batch,), enters=enters, leaves=leaves)
         if plan.chunks > 1:
             resets = place.allocate((batch, plan.chunks), np.bool_)
     head = struct.pack(
@@ -361,13 +375,14 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
             *(ITEM_CODE[item_name(x)] if x is not None else 0 for x in (call.A, call.D, call.delta_bias, call.output)),
             adds, leaves, call.softplus, call.limits is not None, plain, *segmented,
         )  # fmt: skip
-        shape = selective_tiles(kind)[0] if summarise else tile
+        shape = tiles[0] if summarise else tile
         blocks = slices * batch * call.groups * _ceil_div(channels // call.groups, shape.channels) * plan.chunks
         name = selective_name(kind, shape, summarise)
         _start(place, selective_source(kind), name, blocks, shape.threads, packed, shape.shared_memory(kind))
 
     if plan.chunks > 1:
-        launch(summarise=True, first_state=0, slices=plan.slices, adds=False, leaves=False)
+        slices = _ceil_div(state, tiles[0].slice)
+        launch(summarise=True, first_state=0, slices=slices, adds=False, leaves=False)
         scan_summaries(place, initial, batch, plan.chunks, state, channels, state_dtype, summary_gate, seed, resets)
     for s in range(plan.slices):
         launch(summarise=False, first_state=s * tile.slice, slices=1, adds=s > 0, leaves=s < plan.slices - 1)
@@ -407,28 +422,33 @@ def scan_summaries(
 _NO_SEQUENCE = (0, 0, 0, 0, 0, 0)
 
 
-def _is_vector(start: int, along: int, others: tuple[int, ...], size: int, even: bool) -> bool:
-    """Whether pairs of neighbours `along` an axis are one aligned access each, and none is cut by an edge (`even`)."""
-    lowest = start if along > 0 else start - size
-    return even and abs(along) == size and lowest % (2 * size) == 0 and all(s % (2 * size) == 0 for s in others)
+def _is_vector(start: int, along: int, others: tuple[int, ...], size: int, count: int, run: int) -> bool:
+    """Whether an axis of `count` items falls into runs of `run`, each aligned for accesses of 16 bytes or its own."""
+    lowest = start if along > 0 else start - (run - 1) * size
+    bytes_ = min(16, run * size)
+    return count % run == 0 and abs(along) == size and lowest % bytes_ == 0 and all(s % bytes_ == 0 for s in others)
 
 
-def _sequence(
-    place: Place, x: Array, item: str, time_step: int, chunk: int, kind: SelectiveKind, groups: int
+def sequence_fields(
+    place: Place, x: Array, item: str, time_step: int, kind: SelectiveKind, groups: int, run: int
 ) -> tuple[int, ...]:
+    """A SequenceArray whose items move in runs of `run` along the fast axis."""
     batch, time, channel = x.strides
     length, channels = x.shape[1], x.shape[2]
     start = place.pointer(x) + (0 if time_step > 0 else (length - 1) * time)
     time *= time_step
     size = ITEM_BYTES[item]
     if kind.time_fast:
-        vector = _is_vector(start, time, (batch, channel), size, length % 2 == 0 and chunk % 2 == 0)
+        vector = _is_vector(start, time, (batch, channel), size, length, run)
     else:
-        vector = channel > 0 and _is_vector(start, channel, (batch, time), size, channels // groups % 2 == 0)
+        vector = channel > 0 and _is_vector(start, channel, (batch, time), size, channels // groups, run)
     return start, batch, time, channel, size == 4, vector and item == kind.item
 
 
-def _couple(place: Place, x: Array, varies: bool, time_step: int, chunk: int, kind: SelectiveKind) -> tuple[int, ...]:
+def couple_fields(
+    place: Place, x: Array, varies: bool, time_step: int, kind: SelectiveKind, run: int
+) -> tuple[int, ...]:
+    """A CoupleArray whose items move in runs of `run` along the fast axis."""
     wide = x.dtype.itemsize == 4
     code = ITEM_CODE[item_name(x)]
     if not varies:
@@ -439,9 +459,9 @@ def _couple(place: Place, x: Array, varies: bool, time_step: int, chunk: int, ki
     start = place.pointer(x) + (0 if time_step > 0 else (length - 1) * time)
     time *= time_step
     if kind.time_fast:
-        vector = _is_vector(start, time, (batch, group, state), size, length % 2 == 0 and chunk % 2 == 0)
+        vector = _is_vector(start, time, (batch, group, state), size, length, run)
     else:
-        vector = state > 0 and _is_vector(start, state, (batch, group, time), size, x.shape[3] % 2 == 0)
+        vector = state > 0 and _is_vector(start, state, (batch, group, time), size, x.shape[3], run)
     return start, batch, time, group, 0, state, wide, vector and (kind.complex or item_name(x) == kind.item), code
 
 

@@ -73,19 +73,9 @@ THRESHOLDS: dict[str, tuple[int, str]] = {
         124,
         _H200 + "2**28 in a row: 2450 GB/s in 16384 chunks, 2408 in 4096",
     ),
-    "selective: blocks a multiprocessor, in percent, below which time is split": (
-        50,
-        _H200 + "serial against split: 0.141, 0.179 ms at 80 blocks (1, 2048, 5120, 16); 1.079, 0.758 at 64"
-        " (2, 4096, 1024, 128)",
-    ),
-    "selective: blocks a multiprocessor, in percent, up to which tiles are long": (
-        100,
-        _H200 + "tiles of 32 against 16 steps: 0.274, 0.321 ms at 128 blocks (8, 4096, 1024, 16); 0.279, 0.263 at 256",
-    ),
-    "selective: blocks a multiprocessor that a split aims at": (
-        2,
-        _H200 + "(1, 65536, 256, 16): 0.294, 0.251, 0.263, 0.289 ms with 128, 256, 512, 1024 blocks",
-    ),
+    "selective: warps a multiprocessor below which time is split": (5, "not measured"),
+    "selective: warps a multiprocessor that fill it": (6, "not measured"),
+    "selective: warps a multiprocessor that a split aims at": (16, "not measured"),
     "selective: steps a chunk at least": (
         256,
         _H200 + "(1, 65536, 256, 16): 0.289 ms in chunks of 256, 0.263 in chunks of 512",
@@ -243,8 +233,6 @@ def plan_linear_summaries(chunks: int, lanes: Lanes) -> LinearPlan:
     return LinearPlan(order, LinearFit(max(row_warps, 4)), 1, "over the summaries of a split")
 
 
-CHUNK_STEPS = 32  # chunks are whole tiles of every instantiation
-
 # --- selective_scan ----------------------------------------------------------------------------------------------
 
 
@@ -257,7 +245,7 @@ class SelectiveKind:
 
     item: str  # of u and z
     complex: bool
-    time_fast: bool  # pairs of a tile lie along time ("bdl"), not along channels ("bld")
+    time_fast: bool  # a thread's items lie along time ("bdl"), not along channels ("bld")
     time_B: bool
     time_C: bool
     states: int  # a thread's; see states_a_thread
@@ -293,54 +281,82 @@ class SelectiveKind:
         return ITEM_BYTES[self.state]
 
 
+TILE_STEPS = 32  # steps a tile, lanes a warp
+
+
 @dataclass(frozen=True)
 class SelectiveTile:
-    """One instantiation's shape: states a thread, groups of states and channels a block."""
+    """One instantiation's shape: states a thread, groups of states a warp, warps a block."""
 
     states: int
     groups: int
-    channels: int
-    steps: int  # steps a tile
+    warps: int
     blocks: int  # blocks a multiprocessor that the registers are bounded for
+
+    @property
+    def abreast(self) -> int:
+        """Channels a warp, and items of a sequence that a thread moves together."""
+        return 32 // self.groups
+
+    @property
+    def channels(self) -> int:
+        """Channels a block."""
+        return self.warps * self.abreast
 
     @property
     def threads(self) -> int:
         """Threads a block."""
-        return self.channels * self.groups
+        return 32 * self.warps
 
     @property
     def slice(self) -> int:
         """States a block."""
         return self.states * self.groups
 
+    @property
+    def couples(self) -> int:
+        """Items of B or C that a thread moves together."""
+        return self.slice // self.warps
+
     def shared_memory(self, kind: SelectiveKind) -> int:
-        """Bytes of SelectiveTile::Shared in selective_scan.cu, which asserts them."""
+        """Bytes of SelectiveTile::Shared in selective_tile.cuh; selective_scan.cu asserts them."""
         item, real, state = kind.item_bytes, kind.real_bytes, kind.state_bytes
-        row = self.channels + 2
-        drive = 2 * self.steps * row * 2 * real
-        couples = sum(2 * (self.steps if varies else 1) * self.slice * state for varies in (kind.time_B, kind.time_C))
-        partial = 2 * self.groups * self.steps * row * real
-        channels = 2 * self.channels * real
-        slots = 4 * self.steps * self.channels * item
-        along, rows = (self.steps, self.slice) if kind.time_fast else (self.slice, self.steps)
-        hop = self.threads // (along // 2)
-        couple_slots = 2 * _ceil_div(rows, hop) * self.threads * 2 * (state if kind.complex else item)
-        return drive + couples + partial + channels + slots + couple_slots
+        drive = 2 * TILE_STEPS * (self.channels + 1) * 2 * real
+        couples = [2 * (TILE_STEPS if varies else 1) * self.slice * state for varies in (kind.time_B, kind.time_C)]
+        sums = 2 * TILE_STEPS * (self.channels + self.abreast) * real
+        marks = 16 * (8 if kind.segmented else 1)
+        slots = 5 * TILE_STEPS * self.channels * item
+        couple_slots = 2 * TILE_STEPS * self.slice * (state if kind.complex else item)
+        parts = (drive, *couples, sums, *2 * [self.channels * real], 16, marks, slots, couple_slots)
+        return sum(_round_up(part, 16) for part in parts)
 
 
 _TILES = {
-    1: (SelectiveTile(1, 8, 32, 16, 2),),
-    4: (SelectiveTile(4, 4, 64, 16, 2), SelectiveTile(4, 4, 64, 32, 1)),
-    8: (SelectiveTile(8, 8, 32, 16, 2),),
+    1: (SelectiveTile(1, 8, 4, 4),),
+    4: (SelectiveTile(4, 4, 4, 4), SelectiveTile(2, 8, 4, 4)),
+    8: (SelectiveTile(8, 8, 4, 3),),
+    16: (SelectiveTile(16, 8, 4, 2),),
 }
-_OTHER_TILES = {1: (SelectiveTile(1, 4, 32, 16, 1),), 4: (SelectiveTile(4, 4, 32, 16, 1),)}
+_OTHER_TILES = {1: (SelectiveTile(1, 8, 2, 4),), 4: (SelectiveTile(4, 4, 2, 4),)}
 
 
 def states_a_thread(state_item: str, both_vary: bool, state: int) -> int:
     """States that a thread has: a divisor of the state, so that all of them exist."""
-    if state % 8 == 0 and state >= 64 and state_item == "float32" and both_vary:
-        return 8
+    if state > 0 and state_item == "float32" and both_vary:
+        for many in (16, 8):
+            if state % (8 * many) == 0:
+                return many
     return 4 if state % 4 == 0 else 1
+
+
+def fitting_kind(kind: SelectiveKind, limits: DeviceLimits) -> SelectiveKind:
+    """The kind itself, or with fewer states a thread where a chip has too little shared memory for its tile."""
+    for states in (16, 8, 4, 1):
+        if states <= kind.states:
+            smaller = replace(kind, states=states)
+            if selective_tiles(smaller)[0].shared_memory(kind) <= limits.shared_memory:
+                return smaller
+    return kind
 
 
 def is_usual(item: str, is_complex: bool, both_vary: bool) -> bool:
@@ -384,6 +400,7 @@ class SelectiveProblem:
     channels: int
     state: int
     groups: int
+    sequences: int = 1  # packed in a row
 
 
 @dataclass(frozen=True)
@@ -392,7 +409,8 @@ class SelectiveOrder:
 
     schedule: Schedule
     chunk: int  # steps a chunk; the whole length without split
-    states: int  # states a partial sum of y
+    states: int  # states a thread, which it adds into y one after another
+    groups: int  # of them, whose sums are added by halves
 
 
 @dataclass(frozen=True)
@@ -417,44 +435,39 @@ def plan_selective(problem: SelectiveProblem, limits: DeviceLimits) -> Selective
     """Choose the schedule of a selective_scan of which no size is 0."""
     force = _forced.get()
     schedule = force.get("schedule")
-    first = selective_tiles(problem.kind)[0]
-    blocks = _blocks(problem, first)
+    tiles = selective_tiles(problem.kind)
     least = _threshold("selective: steps a chunk at least")
+    warps = _warps(problem, tiles[0])
+    wave = limits.multiprocessors * _threshold("selective: warps a multiprocessor that a split aims at") // warps
     if schedule is None:
-        percent = _threshold("selective: blocks a multiprocessor, in percent, below which time is split")
-        few = 100 * blocks < percent * limits.multiprocessors
-        schedule = Schedule.SPLIT if few and problem.length >= 2 * least else Schedule.SERIAL
+        few = limits.multiprocessors * _threshold("selective: warps a multiprocessor below which time is split")
+        # Chunks begin where packed sequences do: cutting there costs next to nothing.
+        split = _warps(problem, tiles[-1]) < few * (4 if problem.sequences > 1 else 1)
+        schedule = Schedule.SPLIT if split and problem.length >= 2 * least else Schedule.SERIAL
     chunk, chunks = problem.length, 1
     if schedule is Schedule.SPLIT:
-        aim = limits.multiprocessors * _threshold("selective: blocks a multiprocessor that a split aims at")
-        wanted = max(1, min(aim // blocks, problem.length // least))  # a whole wave, and no more
-        chunk = force.get("chunk", _round_up(_ceil_div(problem.length, wanted), CHUNK_STEPS))
+        chunk = _ceil_div(problem.length, max(1, min(wave, problem.length // least)))  # a whole wave, and no more
+        if problem.sequences > 1:  # and where they are short, more and uneven ones
+            chunk = max(1, chunk // 4, min(chunk, 4 * problem.length // problem.sequences))
+        chunk = force.get("chunk", _round_up(chunk, TILE_STEPS))
         chunks = _ceil_div(problem.length, chunk)
-        reason = (
-            f"split: {blocks} blocks over batch and channels leave the chip idle, so time is cut into {chunks} chunks"
-        )
+        reason = f"split: {warps} warps over batch and channels leave the chip idle, so time is cut into {chunks} chunks"
     elif schedule is Schedule.SERIAL:
-        reason = f"serial: {blocks} blocks over batch and channels, time in the thread"
+        reason = "serial: time in the thread"
     else:
         raise ValueError(f"selective_scan has the schedules serial and split, got {schedule.value}")
-    tile = force.get("tile") or _choose_tile(problem, limits, blocks * chunks)
+    full = limits.multiprocessors * _threshold("selective: warps a multiprocessor that fill it")
+    tile = next((tile for tile in tiles if _warps(problem, tile) * chunks >= full), tiles[-1])
+    if force.get("tile") in tiles:
+        tile = force["tile"]
     slices = _ceil_div(problem.state, tile.slice)
-    order = SelectiveOrder(schedule, chunk, tile.states)
+    order = SelectiveOrder(schedule, chunk, tile.states, tile.groups)
     return SelectivePlan(order, SelectiveFit(tile), chunks, slices, reason)
 
 
-def _blocks(problem: SelectiveProblem, tile: SelectiveTile) -> int:
-    return problem.batch * problem.groups * _ceil_div(problem.channels // problem.groups, tile.channels)
-
-
-def _choose_tile(problem: SelectiveProblem, limits: DeviceLimits, blocks: int) -> SelectiveTile:
-    first, *longer = selective_tiles(problem.kind)
-    percent = _threshold("selective: blocks a multiprocessor, in percent, up to which tiles are long")
-    if 100 * blocks <= percent * limits.multiprocessors:
-        for tile in longer:
-            if tile.shared_memory(problem.kind) <= limits.shared_memory:
-                return tile
-    return first
+def _warps(problem: SelectiveProblem, tile: SelectiveTile) -> int:
+    blocks = problem.batch * problem.groups * _ceil_div(problem.channels // problem.groups, tile.channels)
+    return blocks * tile.warps
 
 
 # --- selective_scan_vjp ------------------------------------------------------------------------------------------
@@ -481,18 +494,20 @@ class BackwardTile:
     def shared_memory(self, kind: SelectiveKind) -> int:
         """Bytes of BackwardTile::Shared in selective_scan_backward.cu, which asserts them."""
         item, real, state = kind.item_bytes, kind.real_bytes, kind.state_bytes
-        row = self.channels + 2
         sets = 2 if item <= 2 else 1
-        sequences = STATE_INTERVAL * row * (3 + 2) * real + 2 * self.channels * real
+        padding = 2 * 1 + 6 + 2 * 7 if kind.time_fast else 2 * 0 + 8 + 2 * 8  # of drive, dy and sums
+        sequences = STATE_INTERVAL * (5 * self.channels + padding) * real + 2 * self.channels * real
         couples = sum(STATE_INTERVAL if varies else 1 for varies in (kind.time_B, kind.time_C))
         couples *= self.slice * (self.states + self.threads // 32) * state
-        entering = STATE_INTERVAL // self.steps * self.threads * self.states * state
+        entering = (STATE_INTERVAL // self.steps + 1) * self.threads * self.states * state
         slots = 4 * sets * STATE_INTERVAL * self.channels * item
         piece = STATE_INTERVAL // 2
         along, rows = (piece, self.slice) if kind.time_fast else (self.slice, piece)
         pairs = _ceil_div(rows, self.threads // (along // 2))
         couple_slots = 2 * 2 * pairs * self.threads * 2 * (state if kind.complex else item)
-        return sequences + couples + entering + slots + couple_slots
+        offsets = 5 * self.threads * 8
+        totals = (4 * self.threads if real == 8 else 4) * real
+        return sequences + couples + entering + offsets + totals + slots + couple_slots
 
 
 def backward_tile(kind: SelectiveKind) -> BackwardTile:

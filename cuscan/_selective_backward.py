@@ -12,8 +12,8 @@ from ._launch import (
     _MARK_BYTES,
     _NO_SEQUENCE,
     Segments,
-    _couple,
-    _sequence,
+    couple_fields,
+    sequence_fields,
     _start,
     make_marks,
     scan_summaries,
@@ -80,7 +80,7 @@ def backward(place: Place, plan: BackwardPlan, call: BackwardCall, time_step: in
     slices = -(-state // tile.slice)
 
     def sequence(x: Array | None, item: str = item) -> tuple[int, ...]:
-        return _NO_SEQUENCE if x is None else _sequence(place, x, item, time_step, plan.order.chunk, kind, call.groups)
+        return _NO_SEQUENCE if x is None else sequence_fields(place, x, item, time_step, kind, call.groups, 2)
 
     def pointer(x: Array | None) -> int:
         return 0 if x is None else place.pointer(x)
@@ -98,7 +98,7 @@ def backward(place: Place, plan: BackwardPlan, call: BackwardCall, time_step: in
         (*sequence(None if partial is None else partial[0], real.name)[:5], 0),
     ]
     couples = [
-        _couple(place, x, varies, time_step, plan.order.chunk, kind)
+        couple_fields(place, x, varies, time_step, kind, 2)
         for x, varies in ((call.B, kind.time_B), (call.C, kind.time_C))
     ]
     rows = plan.parts * plan.chunks

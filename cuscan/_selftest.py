@@ -124,14 +124,14 @@ def _families(layouts: tuple[str, ...]) -> Iterator[Family]:
         name = _pair(linear_name(lanes, summarise=False, item=ITEM, segmented=True))
         yield name, linear_scan, plans, cut + packed
     for layout in layouts:
-        for state in (11, 12, 64):  # 1, 4 and 8 a thread
+        for state in (11, 12, 64, 128):  # 1, 4, 8 and 16 a thread
             states = states_a_thread(ITEM, both_vary=True, state=state)
             kind = SelectiveKind(
                 ITEM, complex=False, time_fast=layout == "bdl", time_B=True, time_C=True, states=states
             )
             inputs = [(_selective_inputs(state, exact=exact, layout=layout), exact) for exact in (True, False)]
             for i, tile in enumerate(selective_tiles(kind)):
-                split: Arrays = {"schedule": Schedule.SPLIT, "tile": tile, "chunk": 20}
+                split: Arrays = {"schedule": Schedule.SPLIT, "tile": tile, "chunk": 32}
                 plans = [{"schedule": Schedule.SERIAL, "tile": tile}, split]
                 name = selective_name(kind, tile, summarise=False)
                 yield name if i else _pair(name), selective_scan, plans, inputs  # the first tile is the summaries'

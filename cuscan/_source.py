@@ -162,7 +162,7 @@ def _flags(*values: bool) -> str:
 def selective_name(kind: SelectiveKind, tile: SelectiveTile, summarise: bool) -> str:
     """Entry point of a selective_scan kernel."""
     parts = ["selective_scan", "summarise" if summarise else "apply", *_words(kind)]
-    return "_".join([*parts, f"{tile.states}x{tile.groups}x{tile.channels}x{tile.steps}"])
+    return "_".join([*parts, f"{tile.states}x{tile.groups}x{tile.warps}"])
 
 
 def _words(kind: SelectiveKind) -> list[str]:
@@ -183,7 +183,7 @@ def selective_source(kind: SelectiveKind) -> KernelSource:
     for i, tile in enumerate(selective_tiles(kind)):
         template = ", ".join(
             [_CPP[kind.item], _CPP[kind.state]]
-            + [str(size) for size in (tile.states, tile.groups, tile.channels, tile.steps)]
+            + [str(size) for size in (tile.states, tile.groups, tile.warps)]
             + [_flags(kind.time_fast, kind.time_B, kind.time_C, kind.segmented)]
         )
         entries[f"shared memory of {template}"] = (
@@ -193,10 +193,8 @@ def selective_source(kind: SelectiveKind) -> KernelSource:
         for summarise in (False, True) if i == 0 else (False,):
             name = selective_name(kind, tile, summarise)
             shared[name] = tile.shared_memory(kind)
-            # With segments half the registers are too few for some compilers and chips.
-            blocks = 1 if kind.segmented else tile.blocks
             entries[name] = (
-                f'extern "C" __global__ void __launch_bounds__({tile.threads}, {blocks}) '
+                f'extern "C" __global__ void __launch_bounds__({tile.threads}, resident_blocks({tile.blocks}, {shared[name]})) '
                 f"{name}(const SelectiveArgs args) {{\n"
                 f"  extern __shared__ __align__(16) unsigned char memory[];\n"
                 f"  selective_scan<SelectiveTile<{template}>, {_flags(summarise)}>(args, memory);\n}}"

@@ -231,6 +231,9 @@ def _run_numpy(arrays: _calls.Arrays, ready: _Ready) -> tuple[Array, ...]:
     )  # fmt: skip
     if a is not None:
         of_a = of_a.sum(axis=ready.shared).reshape(a.shape)
-    with np.errstate(all="ignore"):
-        every = zip((of_a, of_b, of_h0), ready.dtypes, strict=True)
-        return tuple(np.ascontiguousarray(x).astype(dtype).reshape(x.shape) for x, dtype in every if dtype is not None)
+    every = zip((of_a, of_b, of_h0), ready.dtypes, strict=True)
+    return tuple(
+        reference_vjp.rounded(np.ascontiguousarray(x), dtype).reshape(x.shape)
+        for x, dtype in every
+        if dtype is not None
+    )

@@ -22,7 +22,15 @@ import numpy as np
 
 from . import reference
 from ._plan import STATE_INTERVAL, plan_segments
-from .reference import Array, _activated, _bounds, _time_first
+from .reference import Array, _activated, _bounds, _round_to_odd, _time_first
+
+
+def rounded(x: Array, dtype: np.dtype[Any]) -> Array:
+    """As `dtype`, rounded once; what is too large becomes infinite."""
+    with np.errstate(all="ignore"):
+        x = _round_to_odd(x) if dtype.name == "bfloat16" and x.dtype == np.float64 else x
+        result: Array = x.astype(dtype)
+    return result
 
 
 @np.errstate(all="ignore")
@@ -243,13 +251,15 @@ def selective_scan_vjp(
         add("B", g * driven[:, :, None], steps)
         through_B = (B_steps.conj() * g).real.sum(axis=2)
         of_u = through_B * d
+        of_delta = (rates.conj() * q).real.sum(axis=2) + through_B * drive
+        if A.size == 0:  # no term has a delta or, but for D, a u: not NaN, whatever these are
+            of_u[...] = of_delta[...] = 0
         if D is not None:
             of_u += dy * D.astype(real)
             grads["D"] += (dy * drive).sum(axis=(0, 1))
-        of_delta = (rates.conj() * q).real.sum(axis=2) + through_B * drive
         if delta_limit is not None:
             np.copyto(of_delta, 0, where=~((unlimited >= delta_limit[0]) & (unlimited <= delta_limit[1])))
-        if delta_softplus:
+        if delta_softplus and A.size:
             of_delta /= 1 + np.exp(-x)
         of["u"][steps], of["delta"][steps] = of_u, of_delta
         for name in ("u", "delta", "z"):

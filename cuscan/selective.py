@@ -292,8 +292,9 @@ def run(
         _stateless(x, y)
         return
     segments = segments_of(place, x, options.reverse)
-    kind = oriented(kind, x["u"])
-    plan = _plan.plan_selective(_plan.SelectiveProblem(kind, *size), place.limits)
+    kind = _plan.fitting_kind(oriented(kind, x["u"]), place.limits)
+    sequences = sizes.states if x["cu_seqlens"] is not None else 1
+    plan = _plan.plan_selective(_plan.SelectiveProblem(kind, *size, sequences), place.limits)
     call = _launch.SelectiveCall(
         kind=kind, u=x["u"], delta=x["delta"], A=x["A"], B=x["B"], C=x["C"], D=x["D"], z=x["z"],
         delta_bias=x["delta_bias"], initial=x["h0"], output=y, last=last, groups=sizes.groups,

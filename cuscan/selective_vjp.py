@@ -135,10 +135,10 @@ def selective_scan_vjp(
         options = selective.Options(delta_softplus, limits, reverse)
         if place is None:
             found = _run_numpy(selective.views(arrays, layout), kind, options)
-            with np.errstate(over="ignore"):
-                gradients = {
-                    name: _ordered(name, found[name], arrays[name], layout).astype(dtypes[name]) for name in dtypes
-                }
+            gradients = {
+                name: reference_vjp.rounded(_ordered(name, found[name], arrays[name], layout), dtype)
+                for name, dtype in dtypes.items()
+            }
         else:
             arrays = dict(zip(arrays, _arrays.usable(place, *arrays.values()), strict=True))
             gradients = {name: place.allocate(tuple(arrays[name].shape), dtype) for name, dtype in dtypes.items()}
@@ -234,16 +234,17 @@ def _stateless(x: dict[str, Any], gradients: dict[str, Array]) -> None:
         gradient[...] = 0
     if "h0" in gradients and x["grad_last_state"] is not None:
         gradients["h0"][...] = x["grad_last_state"]
-    if not x["u"].size or x["grad_out"] is None:
+    if not x["u"].size:
         return
     counts = selective.counted(x)
-    u, dy = (x[name].astype("float64") for name in ("u", "grad_out"))
+    # Without grad_out dy is 0, as the gradient of u so far, and D's gradient 0 * u: NaN where u is.
+    received = gradients["u"] if x["grad_out"] is None else x["grad_out"]
+    u, dy = (each.astype("float64") for each in (x["u"], received))
+    y = 0.0 if x["D"] is None else x["D"].astype("float64") * u
     if x["z"] is not None:
         z = x["z"].astype("float64")
         rises = 1 / (1 + np.exp(-z))
-        if x["D"] is not None:
-            slope = rises * (1 + z * (1 - rises))
-            gradients["z"][...] = _where(counts, dy * slope * u * x["D"].astype("float64"))
+        gradients["z"][...] = _where(counts, dy * y * (rises * (1 + z * (1 - rises))))
         dy = dy * z * rises
     if x["D"] is not None:
         gradients["u"][...] = _where(counts, dy * x["D"].astype("float64"))

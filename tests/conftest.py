@@ -31,6 +31,9 @@ FULL_BACKWARD = (
 )  # fmt: skip
 H200 = DeviceLimits(architecture=90, multiprocessors=132, shared_memory=227 * 1024)
 
+# JAX would take most of a GPU's memory for each process that runs tests.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("repeatable")
 
@@ -228,8 +231,12 @@ def host_executor(request):
         if kind.item == "bfloat16" and not kind.complex and kind.time_B and kind.time_C
     ]
     forward = [source for name, source in every.items() if not name.startswith("selective_scan_backward")]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield HostExecutor(_HostModules((forward if full else quick) + backward, pool), every_type=full)
+    sources = (forward if full else quick) + backward
+    # Processes of pytest-xdist share what is compiled: each begins at another place, and finds the rest done.
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    begin = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) * len(sources) // processes
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // processes)) as pool:
+        yield HostExecutor(_HostModules(sources[begin:] + sources[:begin], pool), every_type=full)
         pool.shutdown(cancel_futures=True)
 
 

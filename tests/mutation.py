@@ -38,8 +38,8 @@ RECORD = Path(__file__).parent.parent / "bench" / "results" / "mutation.json"
 SECONDS = 400  # a mutant
 FILES = (
     "operators.cuh", "warp_scan.cuh", "activations.cuh", "selective_tile.cuh", "selective_scan.cu", "item_types.cuh",
-    "tile_io.cuh", "linear_scan.cu", "linear_tile.cuh", "step_marks.cu", "step_marks.cuh", "selective_state_update.cu",
-    "selective_scan_backward.cu", "linear_scan_backward.cu", "sum_partials.cu",
+    "tile_io.cuh", "pair_stream.cuh", "linear_scan.cu", "linear_tile.cuh", "step_marks.cu", "step_marks.cuh",
+    "selective_state_update.cu", "selective_scan_backward.cu", "linear_scan_backward.cu", "sum_partials.cu",
 )  # fmt: skip
 
 
@@ -182,9 +182,18 @@ def linear_problems():
 
 
 def selective_problems():
-    """By type, layout and what is constant; every other one is of the kind that has short cuts in the kernels."""
+    """Chunks that begin where something is forgotten. Then by type, layout and what is constant; of these every other
+    one is of the kind that has short cuts in the kernels."""
     source = random.Random(0)
     plain = problems.Layout()
+    plans = (Plan("split", chunk=32), Plan("split", chunk=64), Plan("serial"))
+    cut = problems.SelectiveProblem(length=192, h0=plain, states=True, plans=plans)
+    for layout, state in (("bld", 16), ("bdl", 16), ("bdl", 64)):
+        packed = replace(cut, layout=layout, channels=32, state=state, cu_seqlens=plain)
+        yield replace(packed, lengths=(20, 12, 64, 0, 4, 91))
+    for seed in (5, 13, 25, 28):  # few resets, and masks of half of the steps and more
+        reset = replace(cut, seed=seed, batch=2, channels=5, state=3, reset=plain)
+        yield replace(reset, reverse=seed % 2 == 1, mask=plain if seed > 13 else None)
     kinds = [("float32", "bld", False, constant) for constant in ("", "BC", "B", "C")]
     kinds += [("float32", "bld", True, constant) for constant in ("", "BC")]
     kinds += [("float32", "bdl", False, "")]
@@ -196,10 +205,8 @@ def selective_problems():
             if number % 2:
                 problem = problems._usual(source.choice, source.randint, problem)
             problem = replace(problem, layout=layout, complex=is_complex, constant=constant, B=plain, C=plain)
-            plans = [problems._selective_plan(source.choice, problem) for _ in range(2)]
-            if problem.states:
-                plans = map(problems._in_whole_intervals, plans)
-            yield replace(problem, plans=tuple(plans))
+            plans = tuple(problems._selective_plan(source.choice, problem) for _ in range(2))
+            yield replace(problem, plans=plans)
 
 
 def linear_gradient_problems():

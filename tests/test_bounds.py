@@ -111,6 +111,19 @@ def test_exact_gradients_have_no_bound(kind):
                 np.testing.assert_array_equal(bound, 0)
 
 
+@pytest.mark.parametrize("rubbish", [np.nan, np.inf])
+@pytest.mark.parametrize("received", ["grad_out", "grad_last_state"])
+def test_gradients_without_states_are_the_oracles(rubbish, received):
+    given = ordinary(A=np.zeros((4, 0)), B=np.zeros((2, 20, 0)), C=np.zeros((2, 20, 0)), h0=None)
+    given |= {"grad_last_state": np.zeros((2, 4, 0)), "delta": rubbish * given["delta"]} | {received: None}
+    given["u"][0, 3, 1] = rubbish
+    fast, slow = _bounds.selective_scan_vjp(**given, eps=2.0**-53), oracle.selective_scan_vjp(**given)
+    for name, (value, bound) in fast.items():
+        oracle.assert_scan_close(value, slow[name], bound)
+    assert not fast["delta"].value.any()
+    assert not fast["delta_bias"].value.any()
+
+
 def test_exact_gradients_have_a_bound_where_integers_are_rounded():
     r = np.random.default_rng(0)
     u, received = r.integers(-3, 4, (2, 1, 40, 2))

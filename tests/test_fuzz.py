@@ -1,8 +1,13 @@
 """The fuzzer finds planted faults, makes them small, and tells what it did."""
 
 import json
+import os
 import random
 import re
+import signal
+import subprocess
+import sys
+import time
 
 import mutation
 import numpy as np
@@ -21,7 +26,7 @@ except host.CompileError as error:
 
 def test_a_run_on_numpy_passes_and_is_recorded(tmp_path, capsys):
     record = tmp_path / "record.json"
-    arguments = ["fuzz", "--on", "numpy", "--problems", "60", "--seed", "7", "--record", str(record)]
+    arguments = ["fuzz", "--on", "numpy", "--problems", "60", "--seed", "7", "--jobs", "1", "--record", str(record)]
     assert __main__.main(arguments) == 0
     told = capsys.readouterr().out
     assert re.search(r"^60 problems in [\d.]+ s, \d+ a second, none fails$", told, re.MULTILINE)
@@ -32,6 +37,12 @@ def test_a_run_on_numpy_passes_and_is_recorded(tmp_path, capsys):
                  for name in ("linear_scan", "selective_scan", "linear_scan_vjp", "selective_scan_vjp")}  # fmt: skip
     assert sum(functions.values()) == 60
     assert min(functions.values()) > 5
+    assert __main__.main([*arguments, "--jobs", "2"]) == 0
+    again = json.loads(record.read_text())
+    assert (facts.pop("jobs"), again.pop("jobs")) == (1, 2)
+    for timed in ("seconds", "problems_per_second"):
+        del facts[timed], again[timed]
+    assert again == facts
 
 
 def test_problems_depend_on_seed_and_number_alone():
@@ -55,18 +66,84 @@ def broken_reverse(monkeypatch):
     monkeypatch.setattr(reference, "linear_scan", linear_scan)
 
 
+REVERSED = "from cuscan.testing import LinearProblem, Numpy\n\nLinearProblem(shape=(21,), reverse=True).check(Numpy())"
+SMALL = LinearProblem(shape=(1,))
+WORK = fuzz._work_in_process
+
+
+def work_on_broken(run, job, pipe):
+    """In all jobs but the first every problem fails, and is the same."""
+    if job > 0:
+        fuzz.draw, fuzz.error_of = lambda *_: SMALL, lambda *_: ValueError("planted")
+    while job == 0 and min(run.at[1:]) < 0:
+        time.sleep(0.01)
+    WORK(run, job, pipe)
+
+
+def work_and_die(run, job, pipe):
+    """A process that ends without a word in the tenth problem."""
+    right = fuzz.error_of
+    fuzz.error_of = lambda *case: os._exit(3) if run.at[job] == 9 else right(*case)
+    WORK(run, job, pipe)
+
+
 @pytest.mark.usefixtures("broken_reverse")
 def test_a_fault_is_found_shrunk_and_shown_as_python(capsys, tmp_path):
     record = tmp_path / "record.json"
-    arguments = ["fuzz", "--on", "numpy", "--problems", "500", "--seed", "1", "--record", str(record)]
+    arguments = ["fuzz", "--on", "numpy", "--problems", "500", "--seed", "1", "--jobs", "1", "--record", str(record)]
     assert __main__.main(arguments) == 1
-    expected = (
-        "from cuscan.testing import LinearProblem, Numpy\n\nLinearProblem(shape=(21,), reverse=True).check(Numpy())"
-    )
-    assert expected in capsys.readouterr().out
-    assert json.loads(record.read_text())["mismatches"] == [expected]
+    assert REVERSED in capsys.readouterr().out
+    (mismatch,) = json.loads(record.read_text())["mismatches"]
+    assert mismatch["python"] == REVERSED
+    assert mismatch["error"].startswith("AssertionError: the result under Plan(): 1 of 21 elements")
     with pytest.raises(AssertionError, match="1 of 21 elements"):
-        exec(expected, {})
+        exec(REVERSED, {})
+    assert isinstance(fuzz.error_of(fuzz.draw(1, mismatch["problem"]), Numpy()), AssertionError)
+
+
+def test_a_job_that_finds_a_fault_ends_and_the_others_go_on(monkeypatch, tmp_path):
+    monkeypatch.setattr(fuzz, "_work_in_process", work_on_broken)
+    told, record = [], tmp_path / "record.json"
+    assert not fuzz.run(told.append, on="numpy", count=40, seed=7, jobs=3, record=record)
+    facts = json.loads(record.read_text())
+    (mismatch,) = facts["mismatches"]  # two jobs have found it
+    assert mismatch["problem"] in range(40)
+    assert (mismatch["error"], mismatch["python"]) == ("ValueError: planted", fuzz.paste(SMALL, Numpy()))
+    assert sum("shrinking ..." in line for line in told) == 2
+    assert facts["problems"] == 40
+    assert told[-1].endswith(", one fails")
+
+
+def test_a_process_that_dies_is_a_failure(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(fuzz, "_work_in_process", work_and_die)
+    record = tmp_path / "record.json"
+    assert not fuzz.run(print, on="numpy", count=30, seed=1, jobs=2, record=record)
+    facts = json.loads(record.read_text())
+    case = fuzz.paste(fuzz.draw(1, 9), Numpy())
+    assert facts["mismatches"] == [{"problem": 9, "error": "the process ended with exit code 3", "python": case}]
+    assert facts["problems"] == 29
+    assert "29 problems in " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_ctrl_c_ends_a_run_as_its_time_does(jobs, tmp_path):
+    record = tmp_path / "record.json"
+    command = [sys.executable, "-m", "cuscan", "fuzz", "--on", "numpy", "--minutes", "10", "--jobs", str(jobs)]
+    process = subprocess.Popen(
+        [*command, "--record", record],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        first = process.stdout.readline()
+        assert first.startswith("fuzz on numpy"), first
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        told, _ = process.communicate(timeout=60)
+    assert re.fullmatch(r"\d+ problems in [\d.]+ s, \d+ a second, none fails\n", told)
+    assert process.returncode == 0
+    assert json.loads(record.read_text())["jobs"] == jobs
 
 
 def test_a_fault_of_packed_sequences_is_shrunk_to_the_one_that_shows_it(monkeypatch):
@@ -89,6 +166,21 @@ def test_shrinking_keeps_the_type_of_error():
     problem = LinearProblem(shape=(3, 40), axis=1, reverse=True, dtype="float64")
     assert isinstance(fuzz.error_of(problem, Numpy()), AssertionError)
     assert fuzz.shrink(problem, Numpy()) == LinearProblem(shape=(21,), reverse=True)
+
+
+def test_what_does_not_fail_again_is_shown_as_it_was(monkeypatch):
+    right, errors = reference.linear_scan, [OSError("once")]
+
+    def linear_scan(*arguments, **options):
+        if errors:
+            raise errors.pop()
+        return right(*arguments, **options)
+
+    monkeypatch.setattr(reference, "linear_scan", linear_scan)
+    told = []
+    assert not fuzz.run(told.append, on="numpy", count=50, seed=0)
+    number = int(re.match(r"problem (\d+) fails with OSError: once\n", told[-3])[1])
+    assert told[-2] == f"\n# OSError: once\n{fuzz.paste(fuzz.draw(0, number), Numpy())}\n"
 
 
 def test_an_error_of_the_library_is_a_failure(monkeypatch):

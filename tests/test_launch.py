@@ -1,5 +1,6 @@
 """What is launched for which plan: names, grids, blocks, shared memory and packed arguments, with nothing run."""
 
+import itertools
 import struct
 from math import prod
 
@@ -10,8 +11,9 @@ import pytest
 import cuscan
 from cuscan import _arrays, _launch, _source
 from cuscan._plan import DeviceLimits, Lanes, Schedule, SelectiveKind, forced, selective_tiles, states_a_thread
+from cuscan.testing import Layout
 
-BF16 = ml_dtypes.bfloat16
+F32, BF16 = np.float32, ml_dtypes.bfloat16
 
 
 class Function:
@@ -233,26 +235,26 @@ def kind_of(state, layout="bld"):
 
 
 @pytest.mark.parametrize("layout", ["bld", "bdl"])
-@pytest.mark.parametrize("state", [1, 4, 7, 16, 17, 20, 64, 70, 72])
+@pytest.mark.parametrize("state", [1, 4, 7, 16, 17, 20, 64, 70, 72, 128, 192, 256])
 def test_selective_launches(place, state, layout):
     kind = kind_of(state, layout)
     prefix = "float32_time" if layout == "bdl" else "float32"
     first, *_ = tiles = selective_tiles(kind)
 
     def name(phase, tile):
-        return f"selective_scan_{phase}_{prefix}_{tile.states}x{tile.groups}x{tile.channels}x{tile.steps}"
+        return f"selective_scan_{phase}_{prefix}_{tile.states}x{tile.groups}x{tile.warps}"
 
     for tile in tiles:
         slices = -(-state // tile.slice)
         with forced(schedule=Schedule.SERIAL, tile=tile):
-            selective(place, 2, 50, 70, state, layout=layout)
+            selective(place, 2, 90, 70, state, layout=layout)
         assert names(place) == [name("apply", tile)] * slices
         blocks = 2 * -(-70 // tile.channels)
         for _, grid, block, dynamic, packed in place.launches:
             assert (grid, block, dynamic) == (blocks, tile.threads, tile.shared_memory(kind))
             assert len(packed) == _source.SELECTIVE_ARGS
-        with forced(schedule=Schedule.SPLIT, chunk=21, tile=tile):
-            selective(place, 2, 50, 70, state, layout=layout)
+        with forced(schedule=Schedule.SPLIT, chunk=32, tile=tile):
+            selective(place, 2, 90, 70, state, layout=layout)
         summarise, scan, *applications = place.launches
         assert summarise[0] == name("summarise", first)
         assert summarise[1:4] == (
@@ -272,7 +274,7 @@ def test_a_tile_never_straddles_two_groups(place):
 
 def test_much_shared_memory_is_asked_for_first(place):
     # Function.__call__ refuses what was not asked for.
-    for state in (1, 4, 64):
+    for state in (1, 4, 64, 128):
         for tile in selective_tiles(kind_of(state)):
             with forced(schedule=Schedule.SERIAL, tile=tile):
                 selective(place, 1, 50, 64, state)
@@ -300,6 +302,109 @@ def test_the_kind_is_in_the_name(place, item, complex_, constant, name):
     assert names(place)[0].startswith(f"selective_scan_apply_{name}_")
 
 
+def test_chunks_are_whole_tiles(place):
+    with forced(schedule=Schedule.SPLIT, chunk=33), pytest.raises(ValueError, match="tiles of 32 steps, got 33"):
+        selective(place, 2, 50, 70, 4)
+    assert place.launches == []
+    with forced(schedule=Schedule.SPLIT, chunk=50):  # one alone may be ragged
+        selective(place, 2, 50, 70, 4)
+    assert len(place.launches) == 1
+
+
+def vectors(place):
+    """Which arrays move in vectors, and whether all is plain."""
+    packed = place.launches[-1][-1]
+    fields = struct.unpack_from(_source.SELECTIVE_HEAD, packed)
+    flags = {name: fields[6 * i + 5] for i, name in enumerate(("u", "delta", "z", "out"))}
+    flags |= {name: fields[30 + 9 * i + 7] for i, name in enumerate("BC")}
+    return flags, struct.unpack_from(_source.SELECTIVE_TAIL, packed, struct.calcsize(_source.SELECTIVE_HEAD))[16]
+
+
+# A run is of 8 steps or channels where a thread has 4 states, and else of 4. One of B and C is of 4 steps or states,
+# then, of 2 where a thread has one state, of 16 where it has 8 and of 32 where it has 16.
+STEPPED, BACKWARDS = Layout(steps=(1, 1, 2)), Layout(steps=(1, 1, -1))
+SEQUENCES = [
+    # type of all, states, channels or with "bdl" steps, how they lie, and whether they are vectors
+    (F32, 16, 64, Layout(), {"bld", "bdl"}),
+    (BF16, 16, 64, Layout(), {"bld", "bdl"}),
+    (BF16, 16, 60, Layout(), set()),
+    (BF16, 5, 60, Layout(), {"bld", "bdl"}),
+    (BF16, 5, 62, Layout(), set()),
+    (BF16, 64, 60, Layout(), {"bld", "bdl"}),
+    (F32, 16, 64, Layout(skew=16), {"bld", "bdl"}),
+    (F32, 16, 64, Layout(skew=8), set()),
+    (F32, 5, 64, Layout(skew=8), set()),
+    (BF16, 16, 64, Layout(skew=8), set()),
+    (BF16, 5, 64, Layout(skew=8), {"bld", "bdl"}),
+    (BF16, 5, 64, Layout(skew=4), set()),
+    (BF16, 16, 64, Layout(pad=8), {"bld", "bdl"}),
+    (BF16, 16, 64, Layout(pad=4), set()),
+    (BF16, 5, 64, Layout(pad=4), {"bld", "bdl"}),
+    (F32, 5, 64, STEPPED, set()),
+    (F32, 5, 64, BACKWARDS, {"bdl"}),
+]
+COUPLES = [
+    # type, states, steps, how they lie, and whether they are vectors
+    (F32, 16, 62, Layout(), {"bld"}),
+    (F32, 16, 60, Layout(), {"bld", "bdl"}),
+    (F32, 5, 64, Layout(), {"bdl"}),
+    (F32, 6, 62, Layout(), {"bld", "bdl"}),
+    (F32, 6, 61, Layout(), {"bld"}),
+    (BF16, 64, 40, Layout(), {"bld"}),
+    (BF16, 64, 48, Layout(), {"bld", "bdl"}),
+    (BF16, 128, 48, Layout(), {"bld"}),
+    (BF16, 128, 64, Layout(), {"bld", "bdl"}),
+    (BF16, 128, 64, Layout(skew=8), set()),
+    (BF16, 16, 64, Layout(skew=8), {"bld", "bdl"}),
+    (BF16, 16, 64, Layout(skew=4), set()),
+    (BF16, 6, 64, Layout(skew=4), {"bld", "bdl"}),
+    (BF16, 6, 64, Layout(skew=2), set()),
+    (BF16, 16, 64, Layout(pad=4), {"bld", "bdl"}),
+    (BF16, 16, 64, Layout(pad=2), set()),
+    (F32, 16, 64, STEPPED, set()),
+    (F32, 16, 64, BACKWARDS, {"bdl"}),
+]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("layout", ["bld", "bdl"])
+def test_runs_are_vectors_where_they_are_whole_and_aligned(place, layout, reverse):
+    for names_, cases in ((("u", "delta", "z", "out"), SEQUENCES), ("BC", COUPLES)):
+        for (dtype, state, size, laid, expected), name in itertools.product(cases, names_):
+            channels, length = (size, 40) if layout == "bld" and name not in "BC" else (40, size)
+            shapes = dict.fromkeys(("u", "delta", "z", "out"), (2, length, channels))
+            shapes |= dict.fromkeys("BC", (2, length, state))
+            arrays = {}
+            for each, (batch, steps, width) in shapes.items():
+                shape = (batch, steps, width) if layout == "bld" else (batch, width, steps)
+                arrays[each] = (laid if each == name else Layout()).place(np.zeros(shape, dtype), shape)
+            cuscan.selective_scan(**arrays, A=np.zeros((channels, state), F32), layout=layout, reverse=reverse)
+            flags, plain = vectors(place)
+            assert flags[name] == (layout in expected), (name, dtype, state, size, laid)
+            assert plain == all(flags.values())
+
+
+def test_what_is_plain(place):
+    selective(place, 2, 64, 32, 16)
+    assert vectors(place)[1]
+    bf16 = {"u": np.zeros((2, 64, 32), BF16), "A": np.zeros((32, 16), F32)}
+    bf16 |= {"delta": bf16["u"], "z": bf16["u"], "B": bf16["u"][..., :16].copy(), "C": bf16["u"][..., :16].copy()}
+    cuscan.selective_scan(**bf16)
+    assert vectors(place)[1]
+    for name in ("delta", "B", "C"):
+        cuscan.selective_scan(**bf16 | {name: bf16[name].astype(F32)})
+        assert [each for each, flag in vectors(place)[0].items() if not flag] == [name]
+        assert not vectors(place)[1]
+    cuscan.selective_scan(**bf16, out_dtype=F32)
+    assert not vectors(place)[0]["out"]
+    cuscan.selective_scan(**bf16, delta_limit=(0, 1))
+    assert all(vectors(place)[0].values())
+    assert not vectors(place)[1]
+    selective(place, 2, 64, 32, 20)  # two slices
+    assert all(flag for name, flag in vectors(place)[0].items() if name != "z")
+    assert not vectors(place)[1]
+
+
 # segments
 
 
@@ -323,10 +428,10 @@ def test_marks_come_first_and_the_kernels_are_segmented(place):
 
 def test_marks_of_a_selective_scan(place):
     reset = np.ones((2, 50), bool)
-    with forced(schedule=Schedule.SPLIT, chunk=21):
+    with forced(schedule=Schedule.SPLIT, chunk=32):
         selective(place, 2, 50, 70, 4, reset=reset)
     tile = selective_tiles(kind_of(4))[0]
-    shape = f"{tile.states}x{tile.groups}x{tile.channels}x{tile.steps}"
+    shape = f"{tile.states}x{tile.groups}x{tile.warps}"
     first, summarise, second, scan, apply = names(place)
     assert first == second == "step_marks"
     assert summarise == f"selective_scan_summarise_float32_segmented_{shape}"

@@ -709,6 +709,21 @@ def test_no_steps_hand_on_the_gradient_of_the_last_state():
     np.testing.assert_array_equal(gradients["h0"], [3, 4])
 
 
+@pytest.mark.parametrize("grad_out", [None, 2 * np.ones((1, 1, 2))])
+@pytest.mark.parametrize("delta", [1.0, np.nan, np.inf])
+def test_without_states_delta_receives_nothing(grad_out, delta):
+    u, none = np.array([[[np.nan, 3]]]), np.zeros((2, 0))
+    gradients = oracle.selective_scan_vjp(
+        u, delta * np.ones((1, 1, 2)), none, none, none, [5, 7], delta_bias=[1, 1], delta_softplus=True,
+        grad_out=grad_out, grad_last_state=none[None],
+    )  # fmt: skip
+    dy = 0 if grad_out is None else 2
+    np.testing.assert_array_equal(gradients["u"], [[[5 * dy, 7 * dy]]])
+    np.testing.assert_array_equal(gradients["D"], [np.nan, 3 * dy])  # 0 * NaN too: absent gradients are zeros
+    for name in ("delta", "delta_bias"):
+        np.testing.assert_array_equal(gradients[name], np.zeros_like(gradients[name]))
+
+
 # The bound holds
 
 
@@ -864,16 +879,16 @@ def test_bound_is_a_few_roundings_where_gates_decay():
 
 
 # One step from h0 = 1 or from u = 1, all values 1 but for the gate. In eps: the state has c = 2 and
-# later_operand = 2; the gate 4 + 2 |delta A| + |delta A| eps_delta; b = delta B u 2 + eps_delta; C h has 2.
+# later_operand = 2; the gate 4 + 4 |delta A| + |delta A| eps_delta; b = delta B u 2 + eps_delta; C h has 2.
 @pytest.mark.parametrize(
     ("options", "roundings"),
     [
-        ({"h0": 1.0}, 4 + 2 + (2 + 2) + 2),
-        ({"h0": 1.0, "delta": 3.0}, 4 + 3 * 2 + (2 + 2) + 2),
-        ({"h0": 1.0, "delta": 2.0, "delta_bias": [1.0]}, 4 + 3 * (2 + 1) + (2 + 2) + 2),
-        ({"h0": 1.0, "z": 1.0}, 4 + 2 + (2 + 2) + 2 + (4 + 4 + 3)),
-        ({"h0": 1.0, "A": -1.0 + 0.0j}, 9 + 2 + (1 + 5**0.5 + 2) + 3),
-        ({"h0": 1.0, "A": -1.0 + 4.0j}, 9 + 2 * 17**0.5 + (1 + 5**0.5 + 2) + 3),
+        ({"h0": 1.0}, 4 + 4 + (2 + 2) + 2),
+        ({"h0": 1.0, "delta": 3.0}, 4 + 3 * 4 + (2 + 2) + 2),
+        ({"h0": 1.0, "delta": 2.0, "delta_bias": [1.0]}, 4 + 3 * (4 + 1) + (2 + 2) + 2),
+        ({"h0": 1.0, "z": 1.0}, 4 + 4 + (2 + 2) + 2 + (4 + 4 + 3)),
+        ({"h0": 1.0, "A": -1.0 + 0.0j}, 9 + 4 + (1 + 5**0.5 + 2) + 3),
+        ({"h0": 1.0, "A": -1.0 + 4.0j}, 9 + 4 * 17**0.5 + (1 + 5**0.5 + 2) + 3),
         ({"u": 1.0}, 2 + (2 + 2) + 2),
         ({"u": 1.0, "h0": 0.0}, 2 + (2 + 2) + 2),
         ({"u": 1.0, "delta_softplus": True}, (8 + 1) + 2 + (2 + 2) + 2),
@@ -911,6 +926,25 @@ def test_bound_covers_gates_that_are_all_off_the_same_way():
     assert accepted(gates ** np.arange(1, 501)[None, :, None], scan)
     gates = np.exp(-0.01) * (1 + 8 * 2.0**-24)
     assert not accepted(gates ** np.arange(1, 501)[None, :, None], scan)
+
+
+def test_bound_covers_one_gate_for_many_steps_if_their_sum_keeps_what_is_rounded_off():
+    delta, A, n = F32(0.1), np.complex64(-1e-3 + 300j), 500
+    one = np.ones((1, n, 1))
+    scan = oracle.selective_scan(0 * one, delta * one, [[A]], one, one, h0=one[:, :1])
+    plain = kept = rest = F32(0)
+    for _ in range(n):
+        plain += delta
+        after = kept + delta
+        rest += delta - (after - kept)
+        kept = after
+
+    def covered(total):
+        error = np.abs(np.exp(A * np.float64(total)) - scan.last)
+        return (error <= scan.last_bound).all()
+
+    assert covered(kept + rest)
+    assert not covered(plain)
 
 
 # assert_scan_close

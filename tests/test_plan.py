@@ -22,8 +22,8 @@ linear_problems = st.builds(
     st.sampled_from([(2, 4), (4, 4), (8, 8), (16, 16)]), sizes, sizes, st.booleans(),
 )  # fmt: skip
 selective_problems = st.builds(
-    lambda kind, batch, length, channels, state, groups: SelectiveProblem(
-        kind, batch, length, channels * groups, state, groups
+    lambda kind, batch, length, channels, state, groups, sequences: SelectiveProblem(
+        kind, batch, length, channels * groups, state * kind.states, groups, sequences
     ),
     st.sampled_from(_plan.selective_kinds()),
     sizes,
@@ -31,6 +31,7 @@ selective_problems = st.builds(
     st.integers(1, 10_000),
     st.integers(1, 300),
     st.integers(1, 64),
+    st.sampled_from([0, 1, 2, 1000, 2**40]),
 )
 
 
@@ -80,37 +81,56 @@ def test_plans_of_summaries_are_not_split_again(chunks, lanes):
 
 @given(problem=selective_problems, limits=devices)
 def test_selective_plans(problem, limits):
+    problem = dataclasses.replace(problem, kind=_plan.fitting_kind(problem.kind, limits))
     plan = is_a_value(lambda: _plan.plan_selective(problem, limits))
     order, tile = plan.order, plan.fit.tile
     covers_once(plan, problem.length)
     assert plan.reason.startswith(order.schedule.value + ":")
-    assert order.states == tile.states
+    assert (order.states, order.groups) == (tile.states, tile.groups)
     assert tile in _plan.selective_tiles(problem.kind)
-    assert tile.states == problem.kind.states
+    assert problem.state % tile.states == 0
     assert tile.shared_memory(problem.kind) <= limits.shared_memory
     assert (plan.slices - 1) * tile.slice < problem.state <= plan.slices * tile.slice
     assert (plan.chunks > 1) == (order.schedule is Schedule.SPLIT)
     if plan.chunks > 1:
-        assert all(order.chunk % tile.steps == 0 for tile in _plan.selective_tiles(problem.kind))
+        assert order.chunk % _plan.TILE_STEPS == 0
 
 
 @pytest.mark.parametrize("kind", _plan.selective_kinds(), ids=repr)
 def test_tiles(kind):
     tiles = _plan.selective_tiles(kind)
-    assert tiles[0].shared_memory(kind) <= min(SHARED_MEMORY), "the first one is for every chip"
     for tile in tiles:
-        assert tile.states == kind.states
+        assert kind.states % tile.states == 0, "all states of a thread exist"
         assert 32 <= tile.threads <= 1024
-        assert tile.channels % 32 == 0
+        assert tile.abreast * tile.groups == 32
+        assert tile.channels == tile.warps * tile.abreast
         assert tile.shared_memory(kind) <= max(SHARED_MEMORY)
-        # The blocks that the registers are bounded for fit a multiprocessor of an H200, 1 KiB reserved for each.
-        assert tile.blocks * (tile.shared_memory(kind) + 1024) <= 228 * 1024
+        # What a thread moves is a run of a tile, a power of two of items.
+        for run, width in ((tile.abreast, tile.channels), (tile.couples, tile.slice)):
+            assert run * tile.threads == _plan.TILE_STEPS * width
+            assert (_plan.TILE_STEPS if kind.time_fast else width) % run == run & (run - 1) == 0
+
+
+@pytest.mark.parametrize("memory", [64 * 1024, *SHARED_MEMORY])
+@pytest.mark.parametrize("kind", _plan.selective_kinds(), ids=repr)
+def test_every_chip_has_a_kind_whose_tiles_fit(kind, memory):
+    fitting = _plan.fitting_kind(kind, DeviceLimits(90, 132, memory))
+    assert fitting in _plan.selective_kinds()
+    assert dataclasses.replace(fitting, states=kind.states) == kind
+    assert kind.states % fitting.states == 0
+    for tile in _plan.selective_tiles(fitting):
+        assert tile.shared_memory(fitting) <= memory
+    larger = [states for states in (1, 4, 8, 16) if fitting.states < states <= kind.states]
+    for states in larger:
+        assert _plan.selective_tiles(dataclasses.replace(kind, states=states))[0].shared_memory(kind) > memory
 
 
 @given(state=st.integers(1, 1000), both_vary=st.booleans(), item=st.sampled_from(["float32", "float64", "complex64"]))
 def test_a_threads_states_all_exist_and_have_a_kind(state, both_vary, item):
     states = _plan.states_a_thread(item, both_vary, state)
     assert state % states == 0
+    many = item == "float32" and both_vary
+    assert states == next(n for n in (16, 8, 4, 1) if (n <= 4 or (many and state % (8 * n) == 0)) and state % n == 0)
     assert any(
         (kind.state, kind.time_B and kind.time_C, kind.states) == (item, both_vary, states)
         for kind in _plan.selective_kinds()
@@ -130,9 +150,10 @@ def linear_problem(rows, length, *, time_fast):
     return LinearProblem(4, 4, rows, length, time_fast)
 
 
-def selective_problem(batch, length, channels):
-    kind = SelectiveKind("bfloat16", complex=False, time_fast=False, time_B=True, time_C=True, states=4)
-    return SelectiveProblem(kind, batch, length, channels, state=16, groups=1)
+def selective_problem(batch, length, channels, state=16, sequences=1):
+    states = _plan.states_a_thread("float32", both_vary=True, state=state)
+    kind = SelectiveKind("bfloat16", complex=False, time_fast=False, time_B=True, time_C=True, states=states)
+    return SelectiveProblem(kind, batch, length, channels, state, groups=1, sequences=sequences)
 
 
 LINEAR = {
@@ -150,6 +171,8 @@ SELECTIVE = {
     "8 x 4096 x 1024 x 16": (selective_problem(8, 4096, 1024), Schedule.SERIAL),
     "8 x 2048 x 2048 x 16": (selective_problem(8, 2048, 2048), Schedule.SERIAL),
     "1 x 1048576 x 64 x 16": (selective_problem(1, 1 << 20, 64), Schedule.SPLIT),
+    "1 x 8192 x 4096 x 16": (selective_problem(1, 8192, 4096), Schedule.SERIAL),
+    "30 sequences in 1 x 8192 x 4096 x 16": (selective_problem(1, 8192, 4096, sequences=30), Schedule.SPLIT),
 }
 
 
@@ -178,6 +201,17 @@ def test_a_split_fills_the_chip_it_is_planned_for():
     problem = linear_problem(8, 1 << 20, time_fast=True)
     large, small = (_plan.plan_linear(problem, limits).chunks for limits in (H200, SMALL))
     assert large > small > 1
+
+
+def test_short_packed_sequences_are_cut_into_more_chunks():
+    few, many = (_plan.plan_selective(selective_problem(1, 65536, 256, sequences=n), H200).chunks for n in (1, 1000))
+    assert 4 * few >= many > few > 1
+
+
+def test_threads_have_fewer_states_where_there_are_few():
+    for batch, tile in ((8, (4, 4)), (2, (2, 8))):
+        plan = _plan.plan_selective(selective_problem(batch, 2048, 2048), H200)
+        assert (plan.order.schedule, plan.order.states, plan.order.groups) == (Schedule.SERIAL, *tile)
 
 
 def test_thresholds_say_where_they_come_from_and_are_used():
@@ -222,6 +256,8 @@ def test_a_forced_tile_and_schedule_of_selective_scan(problem, data, chunk):
         plan = _plan.plan_selective(problem, H200)
     assert (plan.fit.tile, plan.order.chunk) == (tile, chunk)
     covers_once(plan, problem.length)
+    with forced(schedule=Schedule.SPLIT):
+        covers_once(_plan.plan_selective(problem, H200), problem.length)
     with forced(schedule=Schedule.SERIAL):
         assert _plan.plan_selective(problem, H200).chunks == 1
 

@@ -20,6 +20,7 @@ from test_reference import (
     saved_states,
 )
 
+import cuscan
 from cuscan import STATE_INTERVAL, reference_vjp
 from cuscan.testing import _bounds, oracle
 
@@ -166,6 +167,16 @@ def test_linear_empty(shape):
         np.testing.assert_array_equal(gradients["h0"], last)
         np.testing.assert_array_equal(linear_scan_vjp(empty, empty, empty, last, axis=axis)["h0"], 0 * last)
         assert gradients["a"].shape == gradients["b"].shape == shape
+
+
+def test_gradients_are_rounded_once():
+    # The nearest float32 is a tie of two bfloat16.
+    x = np.array([0.08666991894247822])
+    assert x.astype(BF16) == BF16(0.0869140625)
+    assert cuscan.linear_scan_vjp(0.5, x, x, grad_dtype=BF16).b == BF16(0.08642578125)
+    x, one = x.reshape(1, 1, 1), np.ones((1, 1, 1))
+    gradients = cuscan.selective_scan_vjp(x, one, -one[0], one, one, one[0, 0], grad_out=one, grad_dtype=BF16)
+    np.testing.assert_array_equal(gradients.D, [BF16(0.08642578125)])
 
 
 # selective_scan_vjp
@@ -393,6 +404,20 @@ def test_selective_starts_from_the_states_that_are_given():
 def test_selective_empty(shape):
     inputs = layer(*shape)
     check_selective(inputs, **received_by(inputs))
+
+
+@pytest.mark.parametrize("rubbish", [np.nan, np.inf])
+@pytest.mark.parametrize("absent", ["grad_out", "grad_last_state"])
+@pytest.mark.parametrize("delta_limit", [None, (0.0, 1.0)])
+def test_selective_without_states_reads_no_delta(rubbish, absent, delta_limit):
+    inputs = layer(2, 5, 4, 0)
+    for name in ("u", "delta"):
+        inputs[name][0, 2:, 1] = rubbish
+    received = received_by(inputs) | {absent: None}
+    check_selective(inputs, **received, delta_limit=delta_limit)
+    gradients = selective_scan_vjp(**inputs, **received, delta_limit=delta_limit)
+    assert not gradients["delta"].any()
+    assert np.isfinite(gradients["D"]).tolist() == [True, False, True, True]
 
 
 def test_selective_views_are_read_in_place():

@@ -18,7 +18,7 @@ import test_selective
 import cuscan
 from cuscan import _arrays, _source
 from cuscan._plan import Lanes, Schedule, forced, is_usual, selective_kinds
-from cuscan.testing import oracle
+from cuscan.testing import _bounds, oracle
 
 F32, BF16 = np.float32, ml_dtypes.bfloat16
 full_on_host = pytest.mark.full_on_host
@@ -124,7 +124,7 @@ def selective(rows, length, state=1, *, channels=3, layout="bld", real=False, **
     time = {name: 1 if layout == "bld" else -1 for name in PER_STEP if name in inputs and name not in constant}
     return Call(
         cuscan.selective_scan, inputs, time, options, np.float64 if case.item is np.float64 else F32,
-        lambda executor, chunk=21: test_selective.plans(executor, case, chunk),
+        lambda executor, chunk=32: test_selective.plans(executor, case, chunk),
     )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ MORE = {
 }
 SLICES = {
     f"selective {state} states {layout}": partial(selective, state=state, layout=layout)
-    for state in (9, 20, 72)  # two slices of 8 single states, of 16 in fours and of 64 in eights
+    for state in (9, 20, 192, 256)  # two slices of 8 single states, of 16 in fours, more of 64 and of 128
     for layout in ("bld", "bdl")
 }
 SELECTIVE_TYPES = {
@@ -281,21 +281,25 @@ def test_warps_over_many_rows(executor, make, marks, reverse):
         "16 states bdl": partial(selective, state=16, channels=64, layout="bdl"),
         "64 states bld": partial(selective, state=64, channels=32),
         "64 states bdl": partial(selective, state=64, channels=32, layout="bdl"),
+        "128 states bld": partial(selective, state=128, channels=16),
+        "128 states bdl": partial(selective, state=128, channels=16, layout="bdl"),
     },
 )
 def test_whole_tiles_of_channels_and_states(executor, make, reverse):
     # Tiles with another whole one on both sides are worked on by code of their own. Channels do not see each other.
-    call, segments = marked(make, "packed, mask and reset", 1, 208)
-    segments["mask"] |= np.arange(208) > 100  # tiles without marks too
-    segments["reset"] &= segments["mask"] & (np.arange(208) < 130)
+    # 128 states have runs of 32 steps with "bdl", and so no ragged end.
+    length = 224 if make.keywords["state"] == 128 else 208
+    call, segments = marked(make, "packed, mask and reset", 1, length)
+    segments["mask"] |= np.arange(length) > 100  # tiles without marks too
+    segments["reset"] &= segments["mask"] & (np.arange(length) < 130)
     h0, some = initial(call, segments), [0, 1, -2, -1]
     axis = 2 if call.options["layout"] == "bld" else 1
     few = {name: np.take(call.inputs[name], some, axis) for name in ("u", "delta")}
     few |= {name: call.inputs[name][some] for name in ("A", "D")}
     expected = replace(call, inputs=call.inputs | few).expected(h0[:, some], reverse=reverse, **segments)
-    for plan in call.plans(executor, chunk=96):
-        h, last = call.run(executor, plan, h0, reverse=reverse, **segments)
-        np.testing.assert_array_equal(h[..., some], expected.value, err_msg=f"{plan}")
+    for plan, dtype in itertools.product(call.plans(executor, chunk=96), (BF16, F32)):  # u's, for the short cuts
+        h, last = call.run(executor, plan, h0, reverse=reverse, **segments, out_dtype=dtype)
+        np.testing.assert_array_equal(h[..., some], expected.value.astype(dtype), err_msg=f"{plan}")
         np.testing.assert_array_equal(last[:, some], expected.last, err_msg=f"{plan}")
 
 
@@ -322,7 +326,7 @@ def _kernels():
             continue
         make = partial(
             selective,
-            state={1: 3, 4: 20, 8: 64}[kind.states],
+            state={1: 3, 4: 20, 8: 64, 16: 128}[kind.states],
             item=BF16 if kind.item == "bfloat16" else np.dtype(kind.item).type,
             rates=np.complex64 if kind.complex else None,
             constant=[name for name in "BC" if not getattr(kind, f"time_{name}")],
@@ -567,7 +571,7 @@ def test_packed_equals_one_by_one(executor, make, real, reverse):
     offsets = np.cumsum([0, *lengths])
     call = make(1, offsets[-1], real=real)
     h0 = call.h0(len(lengths))
-    every_plan = [{}, {"schedule": Schedule.SPLIT, "chunk": 700}] if executor.kernels else [{}]
+    every_plan = [{}, {"schedule": Schedule.SPLIT, "chunk": 704}] if executor.kernels else [{}]
     expected = call.expected(h0, reverse=reverse, cu_seqlens=offsets) if real else None
     alone = [
         call.part(range(begin, end)).run(executor, None, h0[s].reshape(call.h0().shape), reverse=reverse)
@@ -590,12 +594,12 @@ def test_packed_equals_one_by_one(executor, make, real, reverse):
 @pytest.mark.parametrize("marks", ["mask and reset", "packed, mask and reset"])
 @BOTH
 def test_a_scan_may_be_cut_anywhere(executor, make, marks, reverse):
-    call, segments = marked(make, marks, 2, 23)
-    length, h0 = call.sizes[1], initial(call, segments)
-    every_plan = call.plans(executor, chunk=5)
+    length = 23 if make(1, 1).is_linear else 67
+    call, segments = marked(make, marks, 2, length)
+    h0, every_plan = initial(call, segments), call.plans(executor, chunk=5 if call.is_linear else 32)
     whole, last = call.run(executor, None, h0, reverse=reverse, **segments)
     few = 3 if executor.every_type else len(every_plan)  # of the plans at each cut
-    for cut in range(length + 1):
+    for cut in range(length + 1) if call.is_linear else (0, 1, 15, 31, 32, 33, 40, 63, 64, 66, 67):
         steps = [range(cut), range(cut, length)]
         for plan in every_plan[cut % few :: few]:
             state, parts = h0, []
@@ -649,13 +653,101 @@ def test_the_same_call_gives_the_same_bits(executor, make):
                 assert_same_bits(call.run(executor, {**plan, "warps": warps}, **segments), results, f"{plan} {warps}")
 
 
-def test_tiles_do_not_change_bits(executor):
-    call, segments = marked(partial(selective, state=20, channels=6), "packed, mask and reset", 1, 60, real=True)
-    for schedule in (Schedule.SERIAL, Schedule.SPLIT):
-        every_plan = [plan for plan in call.plans(executor) if plan.get("schedule", schedule) is schedule and plan]
-        results = [call.run(executor, plan, **segments) for plan in every_plan]
-        for other in results[1:] if executor.kernels else ():
-            assert_same_bits(other, results[0])
+@DIRECTIONS
+@pytest.mark.parametrize("kernels", ["host", "cuda"])
+@calls(
+    {"selective bld": selective, "selective 4 states bdl": partial(selective, state=4, channels=8, layout="bdl")},
+    {
+        "selective 64 states bld": partial(selective, state=64, channels=8),
+        "selective 128 states bdl": partial(selective, state=128, channels=4, layout="bdl"),
+    },
+)
+def test_a_sequence_has_the_bits_that_it_has_alone(request, kernels, make, reverse):
+    # Without a split: neither its neighbours nor marks, padding and the place of its steps in a tile change a bit.
+    executor = request.getfixturevalue(f"{kernels}_executor")
+    call, offsets = make(1, 160, real=True), np.array([0, 7, 40, 40, 71, 160])
+    counts, h0 = np.random.default_rng(0).random(160) < 0.8, call.h0(5)
+    counts[90:140] = False
+    every_plan = [plan for plan in call.plans(executor) if plan.get("schedule") is Schedule.SERIAL]
+    short_cuts = {"out_dtype": BF16, "delta_limit": None}
+    for plan, more in itertools.product(every_plan, ({}, short_cuts)):
+        h, last = call.run(executor, plan, h0, reverse=reverse, cu_seqlens=offsets, mask=counts[None], **more)
+        for s, (begin, end) in enumerate(itertools.pairwise(offsets)):
+            steps = begin + np.flatnonzero(counts[begin:end])
+            alone = call.part(steps).run(executor, plan, h0[s : s + 1], reverse=reverse, **more)
+            assert_same_bits((h[:, steps], last[s : s + 1]), alone, f"{plan}, {s}")
+
+
+# What is forgotten at these steps, in the direction of the scan; of 192 in chunks of 32 and of 64.
+FORGETS = {
+    "nowhere": [],
+    "at the first step of a chunk": [64],
+    "at the last step of a chunk": [127],
+    "at the last step of every chunk": [31, 63, 95, 127, 159],
+    "inside a chunk": [66, 70, 90],
+    "in the first chunk": [0, 30],
+    "at steps that cut runs of B and C alone": [36, 88, 144],
+    "everywhere for a while": list(range(50, 100)),
+    "at the last step of all": [100, 191],
+}
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("steps", FORGETS.values(), ids=FORGETS)
+@calls(
+    {
+        "selective bld": partial(selective, state=2, channels=4),
+        "selective 4 states bdl": partial(selective, state=4, channels=2, layout="bdl"),
+    },
+    {
+        "selective bdl": partial(selective, state=2, channels=2, layout="bdl"),
+        "selective 4 states bld": partial(selective, state=4, channels=8),
+        "selective 64 states bdl": partial(selective, state=64, channels=1, layout="bdl"),
+        "selective 20 states bdl": partial(selective, state=20, channels=6, layout="bdl"),
+        "selective 64 states bld": partial(selective, state=64, channels=4),
+        "selective 128 states bld": partial(selective, state=128, channels=4),
+        "selective 128 states bdl": partial(selective, state=128, channels=1, layout="bdl"),
+        "selective constant B": partial(selective, state=4, constant=("B",)),
+        "selective complex": partial(selective, state=4, rates=np.complex64),
+    },
+)
+def test_chunks_begin_where_something_is_forgotten(executor, make, steps, reverse):
+    steps = np.array(steps, int)
+    times = 191 - steps if reverse else steps
+    reset = np.zeros((2, 192), bool)
+    reset[0, times] = reset[1, 191 - times] = True
+    edges = [0, *np.unique(times + reverse), 192]  # sequences that begin at these steps
+    gap = [min(20, edges[1]), *edges[1:-1], max(170, edges[-2])]
+    counts = np.arange(192) // 32 % 3 != 1  # tiles of padding
+    counts[::7] ^= np.arange(192)[::7] > 120
+    turns = itertools.count(len(steps) + reverse)
+    for segments in (
+        {"reset": reset},
+        {"reset": reset, "mask": np.stack([counts, counts[::-1]])},
+        {"cu_seqlens": np.array(edges)},
+        {"cu_seqlens": np.array(gap), "mask": counts[None]},
+    ):
+        call = make(2 if "reset" in segments else 1, 192)
+        chunks = [call.plans(executor, chunk=chunk) for chunk in (32, 64)] if executor.kernels else [[{}]]
+        split = [plan for plans in chunks for plan in plans if plan.get("schedule") is not Schedule.SERIAL]
+        given = {**call.inputs, **call.options, **segments, "reverse": reverse}
+        for h0 in (None, initial(call, segments)):
+            expected = call.expected(h0, reverse=reverse, **segments)
+            states = _bounds.selective_states(**given, h0=h0, eps=2.0**-24, exact=True).value
+            turn = next(turns)
+            one = (turn + turn // 2) % len(split)  # of the plans, in the quick tier
+            for i, plan in enumerate(split) if executor.every_type else [(one, split[one])]:
+                dtype = (F32, BF16)[(i + turn) % 2]  # u's, for the short cuts
+                with forced(**plan):
+                    y, last, saved = executor(
+                        cuscan.selective_scan, **given, h0=h0, out_dtype=dtype,
+                        return_last_state=True, return_states=True,
+                    )  # fmt: skip
+                np.testing.assert_array_equal(
+                    call.by_time(y), expected.value.astype(dtype), err_msg=f"{plan} {segments}"
+                )
+                np.testing.assert_array_equal(last, expected.last, err_msg=f"{plan} {segments}")
+                np.testing.assert_array_equal(saved, states, err_msg=f"{plan} {segments}")
 
 
 # shapes and strides

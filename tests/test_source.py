@@ -78,7 +78,8 @@ def test_names_are_readable_few_and_mean_one_thing():
 @pytest.mark.parametrize("name", SOURCES)
 def test_names_are_the_entry_points(name):
     source = SOURCES[name]
-    entry = r'extern "C" __global__ void __launch_bounds__\(\d+(?:, \d+)?\) (\w+)\(const \w+Args args\)'
+    bounds = r"__launch_bounds__\(\d+(?:, (?:\d+|resident_blocks\(\d+, \d+\)))?\)"
+    entry = rf'extern "C" __global__ void {bounds} (\w+)\(const \w+Args args\)'
     assert tuple(re.findall(entry, source.text)) == source.names
     assert len(set(source.names)) == len(source.names)
     assert source.text.count("__global__") == len(source.names)

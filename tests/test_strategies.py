@@ -65,6 +65,14 @@ def test_a_strategy_draws_what_it_is_asked_for(problem):
     assert (problem.dtype, problem.values, problem.plans) == ("float64", "real", (Plan(),))
 
 
+@pytest.mark.parametrize("grad", [None, Layout()])
+@pytest.mark.parametrize("gated", [None, Layout()])
+def test_numpy_runs_problems_of_gradients_without_states(grad, gated):
+    for seed in range(4):
+        of = SelectiveProblem(seed, length=2, state=0, values="nan", D=Layout(), z=gated, softplus=bool(seed % 2))
+        SelectiveGradientProblem(of, grad, Layout()).check(Numpy())
+
+
 def same_arguments(x, y):
     return all(
         np.array_equal(x[name], y[name], equal_nan=True)

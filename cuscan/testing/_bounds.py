@@ -421,7 +421,7 @@ def _selective(
     input_error: Any = 0.0
     if not exact:
         gate_error = (2 * FUNCTION + 1 if is_complex else FUNCTION) * eps
-        gate_error = gate_error + 2 * eps * np.abs(exponent) + step_error * np.abs(A_)
+        gate_error = gate_error + arithmetic.exponent * np.abs(exponent) + step_error * np.abs(A_)
         input_error = (step_error + 2 * eps * np.abs(step)) * np.abs(B_) * np.abs(drive)
         input_error += tiny * (1 + np.abs(step)) * (1 + np.abs(B_)) * (1 + np.abs(drive))
     gate_error = np.broadcast_to(gate_error, inputs.shape)
@@ -621,7 +621,7 @@ def selective_scan_vjp(
     of_delta = total(of_step, (3,))
     if delta_limit is not None:
         of_delta = _limited(of_delta, scan.unlimited, delta_limit, rounding)
-    if delta_softplus:
+    if delta_softplus and scan.A.size:  # without states 0, whatever delta is
         of_delta = product(of_delta, _sigmoid(scan.x, rounding.arithmetic))
     gradients["delta"] = of_delta.where(counts)
     if delta_bias is not None:

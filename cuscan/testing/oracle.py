@@ -37,9 +37,11 @@ modulus instead of eps, hence c = 1 + sqrt(5). A GPU flushes what is below `tiny
 operations of a combine may then be off by tiny times what multiplies it, which is 1 or an earlier state.
 
 Elementary functions may be off by 2 units in the last place, 4 eps. So a gate exp(delta A) has
-eps_a = 4 eps + |delta A| (2 eps + eps_delta): the argument is rounded once for the product and once where A
-is scaled for exp2. The inputs' values are exact, but the oracle's own float64 arithmetic is not: eps grows
-by 2^-53.
+eps_a = 4 eps + |delta A| (4 eps + (length eps)^2 + eps_delta): the argument is rounded once for the product and
+once where A is scaled for exp2, and the gates of many steps may be one exponential of A times the sum of their
+deltas. That sum has to keep what its additions round off, and is then off by (length eps)^2, a rounding at its
+end and one of each delta that is larger than the sum before it; a plain sum, off by length eps, will not do. The
+inputs' values are exact, but the oracle's own float64 arithmetic is not: eps grows by 2^-53.
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ class _Arithmetic(NamedTuple):
     tiny: float
     is_complex: bool
     step: float  # c eps
+    exponent: float  # relative, of the argument of a gate or of many
     later_operand: float  # times eps
     underflow: float
 
@@ -97,6 +100,7 @@ def _arithmetic(eps: float, length: int, *, is_complex: bool) -> _Arithmetic:
         tiny,
         is_complex,
         step=(1 + (math.sqrt(5) if is_complex else 1)) * eps,
+        exponent=4 * eps + (length * eps) ** 2,
         later_operand=later_operand * eps,
         underflow=3 * (later_operand + 1) * tiny,
     )
@@ -442,7 +446,7 @@ def selective_scan_vjp(
 
     With a complex A, B or C, the gradients with respect to them and h0 are twice those with respect to their
     conjugates, dy is 2 dy beside a C and an h, and only the real part of a sum over n counts. The gradient with respect
-    to delta is 0 where delta_limit changed it, and where it met a NaN.
+    to delta is 0 where delta_limit changed it, where it met a NaN, and without states, whatever delta is.
 
     Parameters
     ----------
@@ -522,7 +526,7 @@ def selective_scan_vjp(
                     of_step += (rates[n].conjugate() * q + B_row[n].conjugate() * g * drive).real
                 grad_u[at] = of_u
                 grad_D[d] += dy * drive
-                if delta_limit is None or delta_limit[0] <= unlimited <= delta_limit[1]:
+                if states and (delta_limit is None or delta_limit[0] <= unlimited <= delta_limit[1]):
                     grad_delta[at] = of_step / (1 + _exp(-x)) if delta_softplus else of_step
                 grad_bias[d] += grad_delta[at]
             if before is None:
@@ -549,7 +553,7 @@ def _selective_step(
     gate = 0.0 if state is None else _exp(step * A)  # not read
     # A complex gate has an exp, a sine or cosine, and their product.
     gate_error = (2 * FUNCTION + 1 if arithmetic.is_complex else FUNCTION) * eps
-    gate_error += 2 * eps * abs(step * A) + step_error * abs(A)
+    gate_error += arithmetic.exponent * abs(step * A) + step_error * abs(A)
     # delta B u has two products in any order; a flushed factor or product is multiplied by the other factors.
     input_error = (step_error + 2 * eps * abs(step)) * abs(B) * abs(drive)
     input_error += arithmetic.tiny * (1 + abs(step)) * (1 + abs(B)) * (1 + abs(drive))

@@ -1032,6 +1032,10 @@ def _chunk(pick: Pick, length: int) -> int:
     return int(max(pick((16, 20, 32, 7, 64, 100, 512)), -(-length // 64)))
 
 
+def _whole_tiles(chunk: int) -> int:
+    return -(-chunk // _plan.TILE_STEPS) * _plan.TILE_STEPS
+
+
 def draw_linear(
     pick: Pick,
     whole: Whole,
@@ -1168,24 +1172,16 @@ def draw_selective(
     problem = replace(problem, mask=_flags(pick, whole, 2, 1), reset=_flags(pick, whole, 2, 1))
     if pick((False, False, False, True)):
         problem = replace(problem, batch=1, **_packing(pick, whole, problem.length))
-    problem = replace(problem, plans=(Plan(), *(_selective_plan(pick, problem) for _ in range(plans))))
-    if pick((False, False, True)):
-        problem = replace(problem, states=True, plans=tuple(map(_in_whole_intervals, problem.plans)))
-    return problem
-
-
-def _in_whole_intervals(plan: Plan) -> Plan:
-    """Chunks begin where states are saved."""
-    interval = _plan.STATE_INTERVAL
-    return plan if plan.chunk is None else replace(plan, chunk=-(-plan.chunk // interval) * interval)
+    drawn = (_selective_plan(pick, problem) for _ in range(plans))
+    return replace(problem, plans=(Plan(), *drawn), states=pick((False, False, True)))
 
 
 def _usual(pick: Pick, whole: Whole, problem: SelectiveProblem) -> SelectiveProblem:
     """What kernels have short cuts for: contiguous arrays of one type, whole tiles of channels and states."""
-    channels, state = pick((32, 32, 64)) * (problem.groups or 1), pick((16, 8, 16, 8, 64))
+    channels, state = pick((32, 32, 64)) * (problem.groups or 1), pick((16, 8, 16, 64, 128))
     arrays = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "h0")
     change: dict[str, Any] = {name: _plain(getattr(problem, name)) for name in arrays}
-    length = whole(80, max(80, min(200, 2**16 // (channels * state))))
+    length = pick((160, 192, whole(130, 200)))  # five tiles and more, with "bdl" often in whole runs
     change |= {"batch": 1, "length": length, "channels": channels, "state": state}
     return replace(problem, wide=(), limit=None, out=None, out_dtype=None, **change)
 
@@ -1199,7 +1195,7 @@ def _selective_plan(pick: Pick, problem: SelectiveProblem) -> Plan:
     )
     tiles = _plan.selective_tiles(kind)
     schedule = pick(("serial", "split"))
-    chunk = _chunk(pick, problem.length) if schedule == "split" else None
+    chunk = _whole_tiles(_chunk(pick, problem.length)) if schedule == "split" else None
     return Plan(schedule, chunk=chunk, tile=pick(tiles), segments=pick((None, 1, 2, 7)))
 
 
@@ -1223,7 +1219,7 @@ def draw_gradients(pick: Pick, whole: Whole, of: Any) -> Any:
         saved = _draw_layout(pick, whole, axes, broadcast=False)
         return LinearGradientProblem(of, saved=saved, **given | ({"grad_dtype": None} if of.dtype in COMPLEX else {}))
     # Of z nothing is exact.
-    plans = tuple(replace(_in_whole_intervals(plan), parts=pick((None, 1, 2))) for plan in of.plans)
+    plans = tuple(replace(plan, parts=pick((None, 1, 2))) for plan in of.plans)
     of = replace(of, states=False, plans=plans, z=None if of.values == "exact" else of.z)
     saved_states = _draw_layout(pick, whole, 4, broadcast=False) if pick((True, False)) else None
     return SelectiveGradientProblem(of, saved=saved_states, **given)
