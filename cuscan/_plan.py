@@ -451,7 +451,7 @@ def plan_selective(problem: SelectiveProblem, limits: DeviceLimits) -> Selective
             chunk = max(1, chunk // 4, min(chunk, 4 * problem.length // problem.sequences))
         chunk = force.get("chunk", _round_up(chunk, TILE_STEPS))
         chunks = _ceil_div(problem.length, chunk)
-        reason = f"split: {warps} warps over batch and channels leave the chip idle, so time is cut into {chunks} chunks"
+        reason = f"split: {warps} warps over batch and channels leave the chip idle, so time is in {chunks} chunks"
     elif schedule is Schedule.SERIAL:
         reason = "serial: time in the thread"
     else:

@@ -12,11 +12,11 @@ from ._launch import (
     _MARK_BYTES,
     _NO_SEQUENCE,
     Segments,
-    couple_fields,
-    sequence_fields,
     _start,
+    couple_fields,
     make_marks,
     scan_summaries,
+    sequence_fields,
 )
 from ._plan import (
     ITEM_BYTES,

@@ -193,8 +193,9 @@ def selective_source(kind: SelectiveKind) -> KernelSource:
         for summarise in (False, True) if i == 0 else (False,):
             name = selective_name(kind, tile, summarise)
             shared[name] = tile.shared_memory(kind)
+            bounds = f"{tile.threads}, resident_blocks({tile.blocks}, {shared[name]})"
             entries[name] = (
-                f'extern "C" __global__ void __launch_bounds__({tile.threads}, resident_blocks({tile.blocks}, {shared[name]})) '
+                f'extern "C" __global__ void __launch_bounds__({bounds}) '
                 f"{name}(const SelectiveArgs args) {{\n"
                 f"  extern __shared__ __align__(16) unsigned char memory[];\n"
                 f"  selective_scan<SelectiveTile<{template}>, {_flags(summarise)}>(args, memory);\n}}"
