@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,15 @@ import cuscan
 from .limits import Limits
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+def _sentences(count: int) -> list[int]:
+    """Lengths of the first sentences of Python's help texts, in bytes."""
+    sentences = re.split(r"(?<=[.!?])\s+", " ".join(topics.values()))
+    return [len(sentence.encode()) for sentence in sentences if 10 < len(sentence) < 2000][:count]
+
+
+SENTENCES = _sentences(64)
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,7 @@ class Selective:
     h0: bool = False
     mask: bool = False  # the last tenth of each row is padding
     sequences: int = 0  # packed in the one row, of random lengths
+    text: bool = False  # of the lengths in bytes that sentences have
     states: bool = False
     op: str = "selective_scan"
     direction: str = "forward"
@@ -59,15 +71,17 @@ class Selective:
         if self.mask:
             made["mask"] = cupy.tile(cupy.arange(self.length) < 0.9 * self.length, (self.batch, 1))
         if self.sequences:
-            cuts = np.random.default_rng(seed).integers(0, self.length, self.sequences - 1)
-            made["cu_seqlens"] = cupy.array([0, *np.sort(cuts), self.length])
+            cuts = np.sort(np.random.default_rng(seed).integers(0, self.length, self.sequences - 1))
+            if self.text:
+                cuts = np.cumsum(SENTENCES)[:-1]
+            made["cu_seqlens"] = cupy.array([0, *cuts, self.length])
         return made
 
     def call(self, inputs: dict[str, Any]) -> Callable[[], Any]:
         return lambda: cuscan.selective_scan(**inputs, return_states=self.states)
 
     def row(self) -> dict[str, Any]:
-        names = ("layout", "batch", "length", "channels", "state", "z", "h0", "mask", "sequences", "states")
+        names = ("layout", "batch", "length", "channels", "state", "z", "h0", "mask", "sequences", "text", "states")
         return {name: getattr(self, name) for name in names}
 
     def cut(self, inputs: dict[str, Any], first: int = 0) -> tuple[Any, dict[str, Any]]:
@@ -312,6 +326,8 @@ SELECTIVE = (
     Selective(1, 32768, 1024, 16, sequences=64),
     Selective(1, 32768, 1024, 16, sequences=64, h0=True),
     Selective(64, 512, 1024, 16),
+    Selective(1, sum(SENTENCES), 5120, 16, sequences=64, text=True),
+    Selective(64, -(-sum(SENTENCES) // 64), 5120, 16),
 )
 LINEAR = (
     Linear((8, 4096, 1536), 1),
