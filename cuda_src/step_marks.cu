@@ -58,6 +58,7 @@ __device__ __forceinline__ void mark_sequences(const MarkArgs& args, StepMarks& 
     if (from < to) {
       const unsigned bits = bits_below(to) & ~bits_below(from);
       inside |= bits;
+      lowest &= ~bits, highest &= ~bits;  // of sequences before it, where offsets are wrong: a step has one sequence
       if (begin >= time) lowest |= 1u << from;
       if (end <= time + steps) highest |= 1u << (to - 1);
       for (int s = from; writes_ids && s < to; ++s)

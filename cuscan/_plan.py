@@ -48,7 +48,7 @@ class DeviceLimits:
 
 
 # Measured thresholds. Each row: value, and the measurement it comes from (bench/NOTES.md has the tables).
-_H200 = "H200, 2026-11-29: "
+_H200 = "H200, 2026-11: "
 THRESHOLDS: dict[str, tuple[int, str]] = {
     "linear: rows side by side from which lanes go over rows": (32, "the width of a warp"),
     "linear: length up to which contiguous rows go one a thread": (16, "a row of float32 is then two sectors at most"),
@@ -73,12 +73,30 @@ THRESHOLDS: dict[str, tuple[int, str]] = {
         124,
         _H200 + "2**28 in a row: 2450 GB/s in 16384 chunks, 2408 in 4096",
     ),
-    "selective: warps a multiprocessor below which time is split": (5, "not measured"),
-    "selective: warps a multiprocessor that fill it": (6, "not measured"),
-    "selective: warps a multiprocessor that a split aims at": (16, "not measured"),
+    "selective: warps a multiprocessor below which time is split": (
+        5,
+        _H200 + "serial against split: 1.85, 1.68 ms with 3.9 warps (1, 65536, 2048, 16); 9.7 are enough",
+    ),
+    "selective: the same, of threads with more than 4 states": (
+        3,
+        _H200 + "serial against split: 0.627, 0.942 ms with 3.9 warps (2, 4096, 1024, 128)",
+    ),
+    "selective: the same, of packed sequences": (
+        20,
+        _H200 + "serial against split: 0.71, 0.57 ms with 4.8 warps, 64 sentences in (1, 11124, 5120, 16)",
+    ),
+    "selective: warps a multiprocessor that fill it": (
+        6,
+        _H200 + "2 against 4 states a thread: 0.310, 0.265 ms with 7.8 warps (8, 4096, 1024, 16), 0.126, 0.138 with 4.8"
+        " (1, 2048, 5120, 16)",
+    ),
+    "selective: warps a multiprocessor that a split aims at": (
+        16,
+        _H200 + "as many as are resident; (1, 65536, 2048, 16): 1.78, 1.79, 1.82 ms in chunks of 2048, 4096, 8192",
+    ),
     "selective: steps a chunk at least": (
         256,
-        _H200 + "(1, 65536, 256, 16): 0.289 ms in chunks of 256, 0.263 in chunks of 512",
+        _H200 + "(1, 65536, 256, 16): 0.265, 0.255, 0.276 ms in chunks of 512, 1024, 2048",
     ),
     "selective backward: blocks a multiprocessor, in percent, below which time is split": (
         50,
@@ -439,21 +457,23 @@ def plan_selective(problem: SelectiveProblem, limits: DeviceLimits) -> Selective
     least = _threshold("selective: steps a chunk at least")
     warps = _warps(problem, tiles[0])
     wave = limits.multiprocessors * _threshold("selective: warps a multiprocessor that a split aims at") // warps
+    chunk = _ceil_div(problem.length, max(1, min(wave, problem.length // least)))  # a whole wave, and no more
+    if problem.sequences > 1:  # where they are short more chunks, as they are uneven: they begin where sequences do
+        chunk = max(least, chunk // 4, min(chunk, 4 * problem.length // problem.sequences))
+    chunk = force.get("chunk", _round_up(chunk, TILE_STEPS))
+    chunks = _ceil_div(problem.length, chunk)
     if schedule is None:
-        few = limits.multiprocessors * _threshold("selective: warps a multiprocessor below which time is split")
-        # Chunks begin where packed sequences do: cutting there costs next to nothing.
-        split = _warps(problem, tiles[-1]) < few * (4 if problem.sequences > 1 else 1)
-        schedule = Schedule.SPLIT if split and problem.length >= 2 * least else Schedule.SERIAL
-    chunk, chunks = problem.length, 1
+        enough = _threshold("selective: warps a multiprocessor below which time is split")
+        if problem.sequences > 1:
+            enough = _threshold("selective: the same, of packed sequences")
+        elif tiles[-1].states > 4:
+            enough = _threshold("selective: the same, of threads with more than 4 states")
+        few = _warps(problem, tiles[-1]) < limits.multiprocessors * enough
+        schedule = Schedule.SPLIT if few and chunks > 1 else Schedule.SERIAL
     if schedule is Schedule.SPLIT:
-        chunk = _ceil_div(problem.length, max(1, min(wave, problem.length // least)))  # a whole wave, and no more
-        if problem.sequences > 1:  # and where they are short, more and uneven ones
-            chunk = max(1, chunk // 4, min(chunk, 4 * problem.length // problem.sequences))
-        chunk = force.get("chunk", _round_up(chunk, TILE_STEPS))
-        chunks = _ceil_div(problem.length, chunk)
         reason = f"split: {warps} warps over batch and channels leave the chip idle, so time is in {chunks} chunks"
     elif schedule is Schedule.SERIAL:
-        reason = "serial: time in the thread"
+        chunk, chunks, reason = problem.length, 1, "serial: time in the thread"
     else:
         raise ValueError(f"selective_scan has the schedules serial and split, got {schedule.value}")
     full = limits.multiprocessors * _threshold("selective: warps a multiprocessor that fill it")

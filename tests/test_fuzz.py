@@ -188,7 +188,7 @@ def test_an_error_of_the_library_is_a_failure(monkeypatch):
     told = []
     assert not fuzz.run(told.append, on="numpy", count=50, seed=0)
     assert "ZeroDivisionError" in told[-2]
-    assert re.search(r"^SelectiveProblem\(.*\).check\(Numpy\(\)\)$", told[-2], re.MULTILINE)
+    assert re.search(r"^Selective(Gradient)?Problem\(.*\).check\(Numpy\(\)\)$", told[-2], re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -270,12 +270,20 @@ def test_a_fault_of_gradients_is_shrunk(monkeypatch):
 def test_what_a_mutant_runs_are_the_problems_of_its_kernels():
     functions = {
         file: {problem.function.__name__ for problem in mutation.problems_for(file)}
-        for file in ("linear_scan.cu", "selective_tile.cuh", "sum_partials.cu", "selective_scan_backward.cu", "")
+        for file in (
+            "linear_scan.cu",
+            "selective_tile.cuh",
+            "activations.cuh",
+            "sum_partials.cu",
+            "selective_scan_backward.cu",
+            "",
+        )
     }
     both = {"linear_scan_vjp", "selective_scan_vjp"}
     assert functions == {
         "linear_scan.cu": {"linear_scan"},
-        "selective_tile.cuh": {"selective_scan", "selective_scan_vjp"},
+        "selective_tile.cuh": {"selective_scan"},
+        "activations.cuh": {"selective_scan", "selective_scan_vjp"},
         "sum_partials.cu": both,
         "selective_scan_backward.cu": {"selective_scan_vjp"},
         "": {"linear_scan", "selective_scan"} | both,
