@@ -85,7 +85,7 @@ def offsets(*most):
     return lambda r: np.array([0, *np.sort(r.integers(0, most[0], 3)), most[0]])
 
 
-SPLIT = {"schedule": Schedule.SPLIT, "chunk": 20}
+SPLIT = {"schedule": Schedule.SPLIT, "chunk": 32}
 LINEAR = {
     "array gate": ({}, {}),
     "rows": ({}, {"schedule": Schedule.SERIAL}),

@@ -22,7 +22,7 @@ def one_thread():
         pytest.param(
             "cpu", 25, 4, {"width": 32, "state": 8, "batch": 4, "length": 64}, marks=pytest.mark.full, id="cpu"
         ),
-        pytest.param("cuda", 100, 3, {}, id="cuda"),
+        pytest.param("cuda", 100, 2.3, {}, id="cuda"),  # 2.5 without a state
     ],
 )
 def test_training_follows_the_plain_recurrence_and_repeats(device, steps, falls_to, sizes, request):
@@ -30,14 +30,17 @@ def test_training_follows_the_plain_recurrence_and_repeats(device, steps, falls_
         request.getfixturevalue("cuda_executor")
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device for PyTorch")
-    runs = {name: training.train(scan, device, steps, **sizes) for name, scan in training.SCANS.items()}
-    losses = {name: run[0] for name, run in runs.items()}
-    assert len(losses["cuscan"]) == steps
-    assert max(training.differences(losses)) < 1e-3
-    assert losses["cuscan"][0] > 5.5
-    assert max(losses["cuscan"][-5:]) < falls_to
+    plain, network = training.train(training.recurrence, device, steps, **sizes)
+    ours, ours_network = training.train(training.SCANS["cuscan"], device, steps, **sizes)
+    assert len(ours) == steps
+    assert max(training.differences({"cuscan": ours, "recurrence": plain})) < 1e-3
+    assert ours[0] > 5.5
+    assert sum(ours[-10:]) / 10 < falls_to
+    # A gradient left out moves the loss by less than 1e-3 where it is that of A, D or delta_bias; not so these.
+    weights = dict(network.named_parameters())
+    for name, mine in ours_network.named_parameters():
+        assert torch.dist(mine, weights[name]) < 1e-3 * weights[name].norm(), name
 
-    again, network = training.train(training.SCANS["cuscan"], device, steps, **sizes)
-    assert again == losses["cuscan"]
-    for mine, its in zip(network.parameters(), runs["cuscan"][1].parameters(), strict=True):
-        assert torch.equal(mine, its)
+    again, again_network = training.train(training.SCANS["cuscan"], device, steps, **sizes)
+    assert again == ours
+    assert all(map(torch.equal, again_network.parameters(), ours_network.parameters()))
