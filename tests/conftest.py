@@ -205,7 +205,10 @@ class CudaExecutor(NumpyExecutor):
                 return kwargs["out"]
             return self.get(x) if isinstance(x, self.xp.ndarray) else x
 
-        return tuple(map(back, result)) if isinstance(result, tuple) else back(result)
+        if not isinstance(result, tuple):
+            return back(result)
+        make = getattr(type(result), "_make", tuple)  # the gradients' named tuples stay what they are
+        return make(map(back, result))
 
 
 def _bytes(low, high):

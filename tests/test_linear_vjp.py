@@ -650,7 +650,8 @@ ENDS = np.ones(3, F32)
         (ValueError, "cu_seqlens must not descend, got 1 at 2 after 3", {"cu_seqlens": np.array([0, 3, 1, 5])}),
     ],
 )  # fmt: skip
-def test_wrong_calls(executor, error, message, change):
+def test_wrong_calls(executor, monkeypatch, error, message, change):
+    monkeypatch.setenv("CUSCAN_CHECK", "1")  # values on a GPU are looked at
     arguments = {"a": ARRAY, "h": ARRAY, "grad_h": ARRAY, "axis": 1} | change
     with pytest.raises(error, match=message):
         executor(cuscan.linear_scan_vjp, **arguments)
