@@ -22,7 +22,7 @@
 // In one interval between two barriers a block finishes tile i - 1, commits tile i + 1, starts the loads of tile i + 2
 // and computes tile i. What one stage hands to the next in shared memory is there twice, for even and for odd tiles.
 //
-// At the start of every tile the state that enters is saved where it is wanted; chunks are whole tiles then.
+// At the start of every tile the state that enters is saved where it is wanted.
 //
 // Where a row is cut into chunks (split), the kernel run with kSummarise leaves each chunk's map: the gates' product,
 // from one exponential of A times the sum of delta, and the state that the chunk reaches from zero. A linear_scan over
@@ -34,7 +34,8 @@
 //
 // With segments (mask, reset, packed sequences) a masked step is formed like one past the end. Where a sequence starts
 // or the state is reset, the thread sets its state before the step; no other code of the recurrence knows of it. Marks
-// are the same for all threads of a block, so these are branches that no warp takes apart.
+// are the same for all threads of a block, so these are branches that no warp takes apart. A tile of nothing but masked
+// steps is not computed, and chunks of a split begin where something is forgotten if they can (move_cuts).
 #include "operators.cuh"
 #include "selective_tile.cuh"
 #include "warp_fold.cuh"

@@ -1,10 +1,11 @@
 // Moving tiles between global memory and where they are worked on.
 //
-// Two forms, both split into a start (the copies are issued, nothing waits) and an end (the values are used):
+// Three forms, all split into a start (the copies are issued, nothing waits) and an end (the values are used):
 //   packs   16 bytes of consecutive steps, straight into registers (linear_scan)
-//   pairs   two neighbours of a tile, by asynchronous copies into slots of shared memory that belong to the thread
-//           (selective_scan). Registers would not do: the copies are under way across branches, and at a branch the
-//           chip waits for loads into registers. What cannot be read two at a time is loaded where it is used.
+//   pairs   two neighbours of a tile (the gradients of selective_scan), and
+//   runs    some neighbours of a tile (selective_scan), by asynchronous copies into slots of shared memory that belong
+//           to the thread. Registers would not do: the copies are under way across branches, and at a branch the chip
+//           waits for loads into registers. What is not aligned is loaded item by item where it is used.
 #pragma once
 #include "item_types.cuh"
 

@@ -193,7 +193,9 @@ def selective_source(kind: SelectiveKind) -> KernelSource:
         for summarise in (False, True) if i == 0 else (False,):
             name = selective_name(kind, tile, summarise)
             shared[name] = tile.shared_memory(kind)
-            bounds = f"{tile.threads}, resident_blocks({tile.blocks}, {shared[name]})"
+            # Marks, and runs along time that they cut, take registers.
+            blocks = min(tile.blocks, 3) if kind.segmented and kind.time_fast else tile.blocks
+            bounds = f"{tile.threads}, resident_blocks({blocks}, {shared[name]})"
             entries[name] = (
                 f'extern "C" __global__ void __launch_bounds__({bounds}) '
                 f"{name}(const SelectiveArgs args) {{\n"
