@@ -4,8 +4,6 @@
 #pragma once
 #include "tile_io.cuh"
 
-constexpr int kRowPadding = 2;  // channels added to a row of shared memory, against bank conflicts along time
-
 // A grid of kSteps steps by kWidth channels or states, and which pairs of it are this thread's. Item 2i is the first of
 // pair i, item 2i + 1 its second.
 template <int kSteps_, int kWidth, int kThreads, bool kTimeFast>

@@ -109,9 +109,6 @@ __device__ __forceinline__ R sum_over_team(const R (&y)[kRows], int lane, int te
   return sum;
 }
 
-__device__ __forceinline__ float limit(const UpdateArgs& args, int i, float) { return args.limits32[i]; }
-__device__ __forceinline__ double limit(const UpdateArgs& args, int i, double) { return args.limits64[i]; }
-
 // Item: x and z. StateItem: the state in memory. S: the state, and A, B, C, as computed.
 // kVector: states are side by side in state, A, B and C and come in aligned pieces; A is of type S, B and C are not
 // wide, D and dt_bias are of type R or Item; and no array, nor a slot of the state, spans 2^31 bytes.

@@ -299,7 +299,7 @@ class SelectiveKind:
         return ITEM_BYTES[self.state]
 
 
-TILE_STEPS = 32  # steps a tile, lanes a warp
+TILE_STEPS = 32  # kTileSteps in selective_tile.cuh
 
 
 @dataclass(frozen=True)
