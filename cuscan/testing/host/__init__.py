@@ -264,7 +264,8 @@ class HostModule:
         self._order, self._seed, self._timeout = _ORDERS.index(order), seed, timeout
         self.memory = Memory(tracking=mode == "checked") if memory is None else memory
         self.path = library(text, mode)
-        self._library = ctypes.CDLL(str(self.path))
+        with _launching:  # a library's first use of its thread-local data beside the loading of another can deadlock
+            self._library = ctypes.CDLL(str(self.path))
         self._counted: list[dict[str, FileCoverage]] = []
         entries = ctypes.cast(self._library.cuscan_entries, ctypes.POINTER(_Entry))
         named = itertools.takewhile(lambda entry: entry.name, (entries[i] for i in itertools.count()))
