@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _arrays, _plan, _selective_backward, reference_vjp, selective
-from ._arrays import Array, Call, Place
+from . import _arrays, _calls, _plan, _selective_backward, reference_vjp, selective
+from ._arrays import Array, Place
 from ._plan import STATE_INTERVAL, SelectiveKind
 from .interop import routed
 
@@ -115,43 +116,70 @@ def selective_scan_vjp(
     reverse = _arrays.check_flag("reverse", reverse)
     selective.check_layout(layout)
     limits = _arrays.check_limits("delta_limit", delta_limit)
-    given = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias, "h0": h0}
-    given |= {"mask": mask, "reset": reset, "cu_seqlens": cu_seqlens}
-    given |= {"grad_out": grad_out, "grad_last_state": grad_last_state, "states": states}
-    selective.check_are_arrays(given)
-    if grad_out is None and grad_last_state is None:
-        raise ValueError("grad_out or grad_last_state must be given: without both all gradients are zero")
-    call = Call(**given)
-    arrays = {name: call.array(name) for name in given}
-    sizes = selective.check_shapes(arrays, layout)
-    kind = selective.check_types(arrays)
-    saved = (sizes.batch, -(-sizes.length // STATE_INTERVAL), sizes.channels, sizes.state)
-    _check_gradients(arrays, sizes, kind, saved)
-    dtypes = {name: _gradient_dtype(x, grad_dtype) for name, x in arrays.items() if x is not None and name in _INPUTS}
-    if arrays["cu_seqlens"] is not None:
-        _arrays.check_offsets(arrays["cu_seqlens"], sizes.length)
-
-    with call.place() as place:
+    arrays = (u, delta, A, B, C, D, z, delta_bias, h0, mask, reset, cu_seqlens, grad_out, grad_last_state, states)
+    # 0.0 and -0.0 are equal, and not the same.
+    given = _calls.Given(_NAMES, arrays, (repr(limits), delta_softplus, reverse, layout, grad_dtype))
+    ready = _READY.get(given.signature)
+    if ready is None:
         options = selective.Options(delta_softplus, limits, reverse)
-        if place is None:
-            found = _run_numpy(selective.views(arrays, layout), kind, options)
-            gradients = {
-                name: reference_vjp.rounded(_ordered(name, found[name], arrays[name], layout), dtype)
-                for name, dtype in dtypes.items()
-            }
-        else:
-            arrays = dict(zip(arrays, _arrays.usable(place, *arrays.values()), strict=True))
-            gradients = {name: place.allocate(tuple(arrays[name].shape), dtype) for name, dtype in dtypes.items()}
-            _run(place, arrays, gradients, layout, saved, kind, sizes, options)
-    return SelectiveGradients(*(gradients.get(name) for name in SelectiveGradients._fields))
+        ready = _READY.put(given.signature, _make_ready(given, options, layout, grad_dtype))
+    if (offsets := given.arrays[_OFFSETS]) is not None:
+        _arrays.check_offsets(offsets, ready.sizes.length)
+    if given.in_numpy:
+        results = _run_numpy(given.by_name(), ready)
+    elif ready.sizes.empty:
+        with given.current() as place:
+            results = _launch_all(place, given.by_name(), ready)
+    else:
+        results = ready.launches.run(given)
+    gradients = iter(results)
+    return SelectiveGradients(*(None if dtype is None else next(gradients) for dtype in ready.dtypes))
 
 
-_INPUTS = SelectiveGradients._fields
+_NAMES = (
+    *SelectiveGradients._fields, "mask", "reset", "cu_seqlens", "grad_out", "grad_last_state", "states"
+)  # fmt: skip
+_REQUIRED, _OFFSETS = _NAMES[:5], 11
 
 
-def _check_gradients(
-    arrays: dict[str, Array], sizes: selective.Sizes, kind: SelectiveKind, saved: tuple[int, ...]
-) -> None:
+class _Ready(NamedTuple):
+    """What every call of a signature shares."""
+
+    launches: _calls.Launches
+    options: selective.Options
+    layout: str
+    kind: SelectiveKind
+    sizes: selective.Sizes
+    dtypes: tuple[np.dtype[Any] | None, ...]  # of the gradients, None where there is no input
+
+    @property
+    def saved(self) -> tuple[int, ...]:
+        """Shape of the saved states."""
+        sizes = self.sizes
+        return sizes.batch, -(-sizes.length // STATE_INTERVAL), sizes.channels, sizes.state
+
+
+_READY: _calls.Cache[_Ready] = _calls.Cache()
+
+
+def _make_ready(given: _calls.Given, options: selective.Options, layout: str, grad_dtype: Any) -> _Ready:
+    """Check what the signature tells, plan and pack."""
+    x = given.check(_REQUIRED)
+    if x["grad_out"] is None and x["grad_last_state"] is None:
+        raise ValueError("grad_out or grad_last_state must be given: without both all gradients are zero")
+    sizes = selective.check_shapes(x, layout)
+    kind = selective.check_types(x)
+    inputs = (x[name] for name in SelectiveGradients._fields)
+    dtypes = tuple(None if each is None else _gradient_dtype(each, grad_dtype) for each in inputs)
+    ready = _Ready(_calls.Launches.of(given), options, layout, kind, sizes, dtypes)
+    _check_gradients(x, ready)
+    if sizes.empty:
+        return ready
+    return ready._replace(launches=ready.launches.recorded(given, partial(_launch_all, ready=ready)))
+
+
+def _check_gradients(arrays: dict[str, Array], ready: _Ready) -> None:
+    kind, sizes = ready.kind, ready.sizes
     grad_out, last, states = (arrays[name] for name in ("grad_out", "grad_last_state", "states"))
     if grad_out is not None:
         _arrays.check_shape("grad_out", grad_out, tuple(arrays["u"].shape), "u's")
@@ -162,7 +190,7 @@ def _check_gradients(
         _arrays.check_shape("grad_last_state", last, shape, f"({rows}, channels, state)")
         _arrays.check_item("grad_last_state", last, (kind.state,))
     if states is not None:
-        _arrays.check_shape("states", states, saved, "(batch, ceil(length / STATE_INTERVAL), channels, state)")
+        _arrays.check_shape("states", states, ready.saved, "(batch, ceil(length / STATE_INTERVAL), channels, state)")
         _arrays.check_item("states", states, (kind.state,))
 
 
@@ -182,49 +210,55 @@ def _ordered(name: str, gradient: Array, x: Array, layout: str) -> Array:
     return np.ascontiguousarray(gradient.reshape(x.shape))
 
 
-def _run_numpy(x: dict[str, Any], kind: SelectiveKind, options: selective.Options) -> dict[str, Array]:
-    return reference_vjp.selective_scan_vjp(
-        x["u"], x["delta"], x["A"], x["B"], x["C"], x["D"], x["z"], x["delta_bias"], x["h0"],
-        x["grad_out"], x["grad_last_state"], x["states"],
+def _run_numpy(x: dict[str, Any], ready: _Ready) -> tuple[Array, ...]:
+    options, views = ready.options, selective.views(x, ready.layout)
+    found = reference_vjp.selective_scan_vjp(
+        *(views[name] for name in (*SelectiveGradients._fields, "grad_out", "grad_last_state", "states")),
         delta_softplus=options.softplus, delta_limit=options.limits, reverse=options.reverse,
-        accumulate=np.dtype(kind.state), mask=x["mask"], reset=x["reset"], cu_seqlens=x["cu_seqlens"],
+        accumulate=np.dtype(ready.kind.state), mask=x["mask"], reset=x["reset"], cu_seqlens=x["cu_seqlens"],
     )  # fmt: skip
+    return tuple(
+        reference_vjp.rounded(_ordered(name, found[name], x[name], ready.layout), dtype)
+        for name, dtype in zip(SelectiveGradients._fields, ready.dtypes, strict=True)
+        if dtype is not None
+    )
 
 
-def _run(
-    place: Place,
-    arrays: dict[str, Any],
-    gradients: dict[str, Array],
-    layout: str,
-    saved: tuple[int, ...],
-    kind: SelectiveKind,
-    sizes: selective.Sizes,
-    options: selective.Options,
-) -> None:
-    """Plan and launch; the gradients are written."""
-    x = selective.views(arrays, layout)
+def _launch_all(place: Place, x: dict[str, Any], ready: _Ready) -> tuple[Array, ...]:
+    """Copy what kernels cannot take as it is, allocate, plan and launch; gives the gradients."""
+    sizes, options, layout = ready.sizes, ready.options, ready.layout
+    x = dict(zip(x, _arrays.usable(place, *x.values()), strict=True))
+    gradients = {
+        name: place.allocate(tuple(x[name].shape), dtype)
+        for name, dtype in zip(SelectiveGradients._fields, ready.dtypes, strict=True)
+        if dtype is not None
+    }
+    results = tuple(gradients.values())
+    for name in {"u", "delta", "z"} & gradients.keys():
+        gradients[name] = selective.time_second(gradients[name], layout)
+    x = selective.views(x, layout)
+    if sizes.empty:
+        _stateless(x, gradients)
+        return results
     size = (sizes.batch, sizes.length, sizes.channels, sizes.state, sizes.groups)
-    of = {name: selective.time_second(g, layout) if name in ("u", "delta", "z") else g for name, g in gradients.items()}
-    if 0 in size:
-        _stateless(x, of)
-        return
     states = x["states"]
     if states is None:
         # y goes where the gradient of u will be.
-        states = place.allocate(saved, kind.state)
-        selective.run(place, x, of["u"], None, states, kind, sizes, options)
+        states = place.allocate(ready.saved, ready.kind.state)
+        selective.run(place, x, gradients["u"], None, states, ready.kind, sizes, options)
     elif not states.flags.c_contiguous:
         states = _arrays.copy_of(place, states)
     segments = selective.segments_of(place, x, options.reverse)
-    kind = _plan.backward_kind(selective.oriented(kind, x["u"]))
+    kind = _plan.backward_kind(selective.oriented(ready.kind, x["u"]))
     plan = _plan.plan_backward(_plan.SelectiveProblem(kind, *size), place.limits)
     call = _selective_backward.BackwardCall(
         kind=kind, u=x["u"], delta=x["delta"], A=x["A"], B=x["B"], C=x["C"], D=x["D"], z=x["z"],
         delta_bias=x["delta_bias"], initial=x["h0"], states=states, grad_output=x["grad_out"],
-        grad_last=x["grad_last_state"], gradients=of, time_last=layout == "bdl", groups=sizes.groups,
+        grad_last=x["grad_last_state"], gradients=gradients, time_last=layout == "bdl", groups=sizes.groups,
         softplus=options.softplus, limits=options.limits, segments=segments,
     )  # fmt: skip
     _selective_backward.backward(place, plan, call, -1 if options.reverse else 1)
+    return results
 
 
 @np.errstate(all="ignore")

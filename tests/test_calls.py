@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import cuscan
-from cuscan import _arrays, _calls, _compile, _source, linear, selective
+from cuscan import _arrays, _calls, _compile, _source, linear, selective, selective_vjp
 from cuscan._plan import DeviceLimits, Lanes, Schedule, forced
 
 BF16, F32 = ml_dtypes.bfloat16, np.float32
-CACHED = {"linear_scan": linear, "selective_scan": selective}
+CACHED = {"linear_scan": linear, "selective_scan": selective, "selective_scan_vjp": selective_vjp}
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +73,13 @@ def selective_arguments(seed, batch=2, length=47, channels=6, state=4, dtype=BF1
     return made
 
 
+def gradient_arguments(seed, dtype=F32, **more):
+    made = selective_arguments(seed, dtype=dtype, **more)
+    del made["return_last_state"]
+    made["grad_out"] = np.random.default_rng(seed + 100).uniform(-1, 1, made["u"].shape).astype(dtype)
+    return made
+
+
 def draw(*shape, dtype=F32):
     return lambda r: r.uniform(-1, 1, shape).astype(dtype)
 
@@ -114,19 +121,34 @@ SELECTIVE = {
     "packed": ({"batch": 1, "cu_seqlens": offsets(47), "h0": draw(4, 6, 4), "reset": flags(1, 47)}, SPLIT),
     "no state": ({"state": 0, "D": draw(6)}, {}),
 }  # fmt: skip
+SAVED = {"states": draw(2, 2, 6, 4)}
+GRADIENTS = {
+    "plain": (SAVED, {"schedule": Schedule.SERIAL}),
+    "split": ({**SAVED, "h0": draw(2, 6, 4), "grad_last_state": draw(2, 6, 4), "reverse": True}, SPLIT),
+    "rounded": ({**SAVED, "D": draw(6), "h0": draw(2, 6, 4), "z": draw(2, 47, 6), "grad_dtype": "float16"}, {}),
+    "states with strides": ({"states": lambda r: draw(2, 2, 4, 6)(r).transpose(0, 1, 3, 2)}, {}),
+    "packed, without states": (
+        {"dtype": BF16, "batch": 1, "cu_seqlens": offsets(47), "h0": draw(4, 6, 4), "reset": flags(1, 47)}, SPLIT
+    ),
+    "no state": ({"state": 0, "D": draw(6)}, {}),
+}  # fmt: skip
 CASES = [
     pytest.param(function, make, more, plan, id=f"{function.__name__}, {name}")
     for function, make, cases in (
         (cuscan.linear_scan, linear_arguments, LINEAR),
         (cuscan.selective_scan, selective_arguments, SELECTIVE),
+        (cuscan.selective_scan_vjp, gradient_arguments, GRADIENTS),
     )
     for name, (more, plan) in cases.items()
 ]
 
 
 def same(results, others):
-    assert type(results) is tuple
+    assert isinstance(results, tuple)
     for x, y in zip(results, others, strict=True):
+        if x is None:
+            assert y is None
+            continue
         np.testing.assert_array_equal(np.ascontiguousarray(x).view(np.uint8), np.ascontiguousarray(y).view(np.uint8))
 
 
@@ -154,7 +176,7 @@ def test_other_data_at_other_addresses(executor, caches, function, make, more, p
         assert known(caches) == 1
 
 
-@pytest.mark.parametrize(("function", "make", "more", "plan"), CASES)
+@pytest.mark.parametrize(("function", "make", "more", "plan"), CASES[: -len(GRADIENTS)])
 @pytest.mark.parametrize("by", [0, 1])
 def test_out_at_other_addresses(executor, caches, function, make, more, plan, by):
     arguments = placed(make(0, **more))
@@ -580,7 +602,8 @@ def test_on_a_device(host_executor, cupy, caches, function, make, more, plan, by
                 with cupy.Device(device):
                     moved = {n: cupy.array(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
                 results = function(**moved)
-                same(tuple(x.values for x in results), expected)
+                results, host_results = (tuple(x for x in each if x is not None) for each in (results, expected))
+                same(tuple(x.values for x in results), host_results)
                 assert {x.data.device_id for x in results} == {device}
                 assert {where[1:] for where in cupy.launched} <= {(device, device)}
                 assert cupy.device == 0

@@ -802,6 +802,8 @@ def test_no_call_waits_for_the_device():
 
 
 @pytest.mark.usefixtures("gpu")
+# PyTorch says so of any leaf that is used in more than one stream, as its own recipe for graphs does.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @pytest.mark.parametrize("plan", [{"schedule": Schedule.SERIAL}, {"schedule": Schedule.SPLIT, "chunk": 64}])
 def test_a_graph_replays_on_changed_data(plan):
     x, kept = leaves(on_gpu()), _arrays._workspace.get().nbytes
