@@ -304,5 +304,6 @@ def digest() -> str:
     state = hashlib.sha256()
     for source in all_sources().values():
         state.update(source.text.encode())
-    state.update(repr((_plan.THRESHOLDS, OPTIONS)).encode())
+    thresholds = {name: value for name, (value, _) in _plan.THRESHOLDS.items()}
+    state.update(repr((thresholds, OPTIONS)).encode())
     return state.hexdigest()[:16]
