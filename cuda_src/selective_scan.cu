@@ -122,9 +122,10 @@ struct Recurrence {
   template <bool kMarked, class Enter, class Leave>
   __device__ __forceinline__ void run(const Drive<R>* drive, int next_drive, const S* B, const S* C, R* y, int lane,
                                       const StepMarks& marks, Enter enter, Leave leave) {
-    constexpr int kCount = kStates > 4 ? 1 : 2;      // steps whose loads are issued together
-    constexpr int kFold = kSummarise ? 4 : kGroups;  // steps whose sums are one butterfly
-    constexpr int kPart = kMarked || kStates > 4 ? kFold : kTileSteps;
+    constexpr int kCount = kStates > 8 ? 1 : kMarked ? 2 : 4;  // steps whose loads are issued together
+    constexpr int kFold = kSummarise ? 4 : kGroups;            // steps whose sums are one butterfly
+    constexpr int kPart = kMarked || kStates > 8 ? kFold : kTileSteps;
+    static_assert(kPart / kCount % 2 == 0, "a part ends with what the next one begins with in loaded[0]");
     Loaded<kCount> loaded[2];
     load(loaded[0], drive, next_drive, B, C, 0);
 #pragma unroll 1
