@@ -185,6 +185,11 @@ class Sizes(NamedTuple):
         """Whether there is nothing to launch."""
         return 0 in self[:5]
 
+    @property
+    def saved(self) -> tuple[int, ...]:
+        """Shape of the saved states."""
+        return self.batch, -(-self.length // _plan.STATE_INTERVAL), self.channels, self.state
+
 
 class Options(NamedTuple):
     """What is not an array."""
@@ -211,12 +216,6 @@ class _Ready(NamedTuple):
     sizes: Sizes
     output: np.dtype[Any]
 
-    @property
-    def saved(self) -> tuple[int, ...]:
-        """Shape of the saved states."""
-        sizes = self.sizes
-        return sizes.batch, -(-sizes.length // _plan.STATE_INTERVAL), sizes.channels, sizes.state
-
 
 _READY: _calls.Cache[_Ready] = _calls.Cache()
 
@@ -238,7 +237,7 @@ def _make_ready(given: _calls.Given, options: Options, wanted: _Wanted) -> _Read
 def _run_numpy(x: dict[str, Any], ready: _Ready) -> tuple[Array, ...]:
     options, wanted = ready.options, ready.wanted
     result = np.empty(x["u"].shape, ready.output) if x["out"] is None else x["out"]
-    states = np.empty(ready.saved, ready.kind.state) if wanted.states else None
+    states = np.empty(ready.sizes.saved, ready.kind.state) if wanted.states else None
     y: Array = time_second(result, wanted.layout)
     x, sizes = views(x, wanted.layout), ready.sizes
     last = reference.selective_scan(
@@ -260,7 +259,7 @@ def _launch_all(place: Place, x: dict[str, Any], ready: _Ready) -> tuple[Array, 
         place.allocate(shape, ready.kind.state) if is_wanted else None
         for is_wanted, shape in (
             (wanted.last_state, (sizes.states, sizes.channels, sizes.state)),
-            (wanted.states, ready.saved),
+            (wanted.states, sizes.saved),
         )
     )
     y = time_second(target, wanted.layout)

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import _arrays, _calls, _plan, _selective_backward, reference_vjp, selective
 from ._arrays import Array, Place
-from ._plan import STATE_INTERVAL, SelectiveKind
+from ._plan import SelectiveKind
 from .interop import routed
 
 
@@ -152,12 +152,6 @@ class _Ready(NamedTuple):
     sizes: selective.Sizes
     dtypes: tuple[np.dtype[Any] | None, ...]  # of the gradients, None where there is no input
 
-    @property
-    def saved(self) -> tuple[int, ...]:
-        """Shape of the saved states."""
-        sizes = self.sizes
-        return sizes.batch, -(-sizes.length // STATE_INTERVAL), sizes.channels, sizes.state
-
 
 _READY: _calls.Cache[_Ready] = _calls.Cache()
 
@@ -172,14 +166,13 @@ def _make_ready(given: _calls.Given, options: selective.Options, layout: str, gr
     inputs = (x[name] for name in SelectiveGradients._fields)
     dtypes = tuple(None if each is None else _gradient_dtype(each, grad_dtype) for each in inputs)
     ready = _Ready(_calls.Launches.of(given), options, layout, kind, sizes, dtypes)
-    _check_gradients(x, ready)
+    _check_gradients(x, sizes, kind)
     if sizes.empty:
         return ready
     return ready._replace(launches=ready.launches.recorded(given, partial(_launch_all, ready=ready)))
 
 
-def _check_gradients(arrays: dict[str, Array], ready: _Ready) -> None:
-    kind, sizes = ready.kind, ready.sizes
+def _check_gradients(arrays: dict[str, Array], sizes: selective.Sizes, kind: SelectiveKind) -> None:
     grad_out, last, states = (arrays[name] for name in ("grad_out", "grad_last_state", "states"))
     if grad_out is not None:
         _arrays.check_shape("grad_out", grad_out, tuple(arrays["u"].shape), "u's")
@@ -190,7 +183,7 @@ def _check_gradients(arrays: dict[str, Array], ready: _Ready) -> None:
         _arrays.check_shape("grad_last_state", last, shape, f"({rows}, channels, state)")
         _arrays.check_item("grad_last_state", last, (kind.state,))
     if states is not None:
-        _arrays.check_shape("states", states, ready.saved, "(batch, ceil(length / STATE_INTERVAL), channels, state)")
+        _arrays.check_shape("states", states, sizes.saved, "(batch, ceil(length / STATE_INTERVAL), channels, state)")
         _arrays.check_item("states", states, (kind.state,))
 
 
@@ -244,7 +237,7 @@ def _launch_all(place: Place, x: dict[str, Any], ready: _Ready) -> tuple[Array, 
     states = x["states"]
     if states is None:
         # y goes where the gradient of u will be.
-        states = place.allocate(ready.saved, ready.kind.state)
+        states = place.allocate(sizes.saved, ready.kind.state)
         selective.run(place, x, gradients["u"], None, states, ready.kind, sizes, options)
     elif not states.flags.c_contiguous:
         states = _arrays.copy_of(place, states)
