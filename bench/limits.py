@@ -5,8 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+import cuscan
+from cuscan._limits import Limits
+from cuscan.tune import milliseconds
 
 _RATES = r"""
 extern "C" __global__ void exponentials(float* out, int rounds) {
@@ -32,34 +35,6 @@ extern "C" __global__ void multiply_adds(float* out, int rounds) {
 """
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Rates: bytes read and written a second by a device copy, exponentials and FP32 operations a second."""
-
-    copy: float
-    exponentials: float
-    multiply_adds: float
-
-
-def milliseconds(cupy: Any, call: Callable[[], object], repeats: int = 21) -> list[float]:
-    """Device time of each of `repeats` calls, the L2 cache overwritten and the queue filled before each."""
-    flush = cupy.empty(1 << 28, cupy.int8)
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        # These writes also keep the device busy while the host prepares the launches that are timed.
-        for value in range(4):
-            flush.fill(value)
-        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(float(cupy.cuda.get_elapsed_time(begin, end)))
-    return times
-
-
 def host_microseconds(cupy: Any, call: Callable[[], object], repeats: int = 101) -> float:
     """Host time of a call like earlier ones, on an idle device: the median."""
     times = []
@@ -69,6 +44,34 @@ def host_microseconds(cupy: Any, call: Callable[[], object], repeats: int = 101)
         call()
         times.append(time.perf_counter() - begin)
     return statistics.median(times) * 1e6
+
+
+def graph_milliseconds(cupy: Any, call: Callable[[], object], repeats: int = 21) -> list[float]:
+    """Device time of replays of the call from a CUDA graph."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with cuscan.Workspace() as workspace, stream:
+        call()  # nothing is compiled during the capture
+        stream.begin_capture()
+        try:
+            kept = call()
+        finally:
+            graph = stream.end_capture()
+        times = milliseconds(cupy, lambda: graph.launch(stream), repeats)
+        stream.synchronize()
+    del kept
+    workspace.release()
+    return times
+
+
+def clock_milliseconds(call: Callable[[], object], wait: Callable[[Any], object], repeats: int = 10) -> float:
+    """Time a call by the clock, of calls one after another: for what works on streams of its own."""
+    wait(call())
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        last = call()
+    wait(last)
+    return (time.perf_counter() - begin) / repeats * 1e3
 
 
 def measure(cupy: Any) -> Limits:

@@ -21,13 +21,14 @@ What is a template argument of a kernel, and what a run-time value:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import isqrt
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 
 class Schedule(Enum):
@@ -98,16 +99,29 @@ THRESHOLDS: dict[str, tuple[int, str]] = {
         256,
         _H200 + "(1, 65536, 256, 16): 0.265, 0.255, 0.276 ms in chunks of 512, 1024, 2048",
     ),
-    "selective backward: blocks a multiprocessor, in percent, below which time is split": (
-        50,
-        "as the forward; not measured",
+    "selective: steps a chunk of packed sequences at most": (
+        960,
+        _H200 + "64 sentences in (1, 11124, 5120, 16): 0.553, 0.527, 0.551 ms in chunks of 704, 960, 1312; 64 and 8"
+        " sequences in (1, 32768, 1024, 16): 0.42 and 0.52, 0.44 and 0.60 in chunks of 960, 2048",
     ),
-    "selective backward: blocks a multiprocessor that a split aims at": (2, "as many as are resident; not measured"),
+    "selective backward: blocks a multiprocessor, in percent, below which time is split": (
+        110,
+        _H200
+        + "in one and in two chunks: 4.89, 3.76 ms with 97 % (4, 4096, 1024, 64), 0.938, 0.764 (1, 4096, 4096, 16),"
+        " 0.573, 0.770 with 121 % (1, 2048, 5120, 16)",
+    ),
+    "selective backward: blocks a multiprocessor that a split aims at": (
+        2,
+        _H200 + "as many as are resident; (1, 65536, 256, 16): 0.762, 0.788, 0.811 ms in chunks of 2016, 1024, 512",
+    ),
     "selective backward: blocks a multiprocessor at most": (
         16,
-        "eight waves; more would only add partial sums; not measured",
+        _H200 + "(4096, 16, 1024, 16): 6.57, 5.19, 38.3 ms in 1, 63, 4096 parts of the batch",
     ),
-    "selective backward: steps a chunk at least": (256, "as the forward; not measured"),
+    "selective backward: steps a chunk at least": (
+        256,
+        _H200 + "(1, 65536, 256, 16) in chunks of 512, 256: 0.81, 0.86 ms",
+    ),
 }
 
 
@@ -130,6 +144,55 @@ def forced(**choices: Any) -> Iterator[None]:
         yield
     finally:
         _forced.reset(token)
+
+
+# What `watched` gives, if anything is.
+_watching: ContextVar[list[Any] | None] = ContextVar("watching", default=None)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Any]]:
+    """The plans made inside, each as (name of its function, problem, device limits, plan).
+
+    A call is planned once for all calls of its signature.
+    """
+    made: list[Any] = []
+    token = _watching.set(made)
+    try:
+        yield made
+    finally:
+        _watching.reset(token)
+
+
+Problem = TypeVar("Problem")
+Plan = TypeVar("Plan")
+_Planner = Callable[[Problem, DeviceLimits], Plan]
+
+
+def _tunable(plan: _Planner[Problem, Plan]) -> _Planner[Problem, Plan]:
+    """Planned as is forced, else in the order of the user's CUSCAN_PLANS and with the fit found on this chip."""
+    name = plan.__name__
+
+    @functools.wraps(plan)
+    def tuned(problem: Problem, limits: DeviceLimits) -> Plan:
+        made: Any
+        if _forced.get():
+            made = plan(problem, limits)
+        else:
+            from . import _tuned  # needs this module
+
+            order = _tuned.order(name, problem)
+            with forced(**order):
+                made = plan(problem, limits)
+            if fit := _tuned.fit(name, problem, limits, made.order):
+                with forced(**_tuned.order_choices(problem, made.order), **fit):
+                    fitted: Any = plan(problem, limits)
+                made = fitted if fitted.order == made.order else made  # a fit never changes a bit
+        if (watching := _watching.get()) is not None:
+            watching.append((name, problem, limits, made))
+        return made  # type: ignore[no-any-return]
+
+    return tuned
 
 
 def _ceil_div(x: int, y: int) -> int:
@@ -199,6 +262,7 @@ def linear_tile(problem: LinearProblem, lanes: Lanes, row_warps: int) -> int:
     return row_warps * (4 if items == 4 else 2) * 32 * items  # kRounds packs a thread
 
 
+@_tunable
 def plan_linear(problem: LinearProblem, limits: DeviceLimits) -> LinearPlan:
     """Choose the schedule of a linear_scan with at least one row and one step."""
     force = _forced.get()
@@ -449,6 +513,7 @@ class SelectivePlan:
     reason: str
 
 
+@_tunable
 def plan_selective(problem: SelectiveProblem, limits: DeviceLimits) -> SelectivePlan:
     """Choose the schedule of a selective_scan of which no size is 0."""
     force = _forced.get()
@@ -458,8 +523,8 @@ def plan_selective(problem: SelectiveProblem, limits: DeviceLimits) -> Selective
     warps = _warps(problem, tiles[0])
     wave = limits.multiprocessors * _threshold("selective: warps a multiprocessor that a split aims at") // warps
     chunk = _ceil_div(problem.length, max(1, min(wave, problem.length // least)))  # a whole wave, and no more
-    if problem.sequences > 1:  # where they are short more chunks, as they are uneven: they begin where sequences do
-        chunk = max(least, chunk // 4, min(chunk, 4 * problem.length // problem.sequences))
+    if problem.sequences > 1:  # more chunks, as they are uneven: they begin where sequences do
+        chunk = min(chunk, _threshold("selective: steps a chunk of packed sequences at most"))
     chunk = force.get("chunk", _round_up(chunk, TILE_STEPS))
     chunks = _ceil_div(problem.length, chunk)
     if schedule is None:
@@ -559,6 +624,7 @@ class BackwardPlan:
     reason: str
 
 
+@_tunable
 def plan_backward(problem: SelectiveProblem, limits: DeviceLimits) -> BackwardPlan:
     """Choose chunks and parts of the batch for a problem without a size of 0."""
     force = _forced.get()

@@ -12,6 +12,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from cuscan._tuned import cache_folder
+
 from ._errors import CompileError
 
 _HERE = Path(__file__).parent
@@ -67,13 +69,6 @@ def _flags(mode: str) -> tuple[str, ...]:
     if platform.machine() == "x86_64" and cpu.exists() and re.search(r"\bfma\b", cpu.read_text()):
         flags += ("-mfma",)
     return flags
-
-
-def cache_folder() -> Path:
-    """CUSCAN_CACHE_DIR, else cuscan in the user's cache folder."""
-    if folder := os.environ.get("CUSCAN_CACHE_DIR"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cuscan"
 
 
 def _run(folder: Path, *command: str) -> None:
