@@ -5,17 +5,32 @@ the inputs and y fused, and `selective_state_update` one step of it. All take Cu
 this package imports NumPy alone.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from . import ssm
 from ._arrays import Workspace
 from ._plan import STATE_INTERVAL
+from ._trace import trace
 from .linear import linear_scan
 from .linear_vjp import LinearGradients, linear_scan_vjp
 from .selective import selective_scan
 from .selective_vjp import SelectiveGradients, selective_scan_vjp
 from .state_update import selective_state_update
 
+if TYPE_CHECKING:
+    from .diagnostics import diagnose
+
 __version__ = "0.1.0"
 __all__ = [
-    "STATE_INTERVAL", "LinearGradients", "SelectiveGradients", "Workspace", "linear_scan", "linear_scan_vjp",
-    "selective_scan", "selective_scan_vjp", "selective_state_update", "ssm",
+    "STATE_INTERVAL", "LinearGradients", "SelectiveGradients", "Workspace", "diagnose", "linear_scan",
+    "linear_scan_vjp", "selective_scan", "selective_scan_vjp", "selective_state_update", "ssm", "trace",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """What takes long to import, when it is first used."""
+    if name == "diagnose":
+        from .diagnostics import diagnose
+
+        return diagnose
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m cuscan`: demo, info, selftest, kernels and fuzz."""
+"""`python -m cuscan`: demo, info, selftest, kernels, tune, fuzz and diagnose."""
 
 from __future__ import annotations
 
@@ -29,8 +29,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo = commands.add_parser("demo", help="run a layer over real text: values, errors and time")
     demo.add_argument("--quick", action="store_true", help="stop at length 1024")
     commands.add_parser("info", help="print versions, device, limits and cache folder")
-    commands.add_parser("selftest", help="check every kernel family numerically on the device that is there")
+    selftest = commands.add_parser("selftest", help="check every kernel family numerically on the device that is there")
+    selftest.add_argument("--all", action="store_true", help="every type as well, which takes minutes")
+    selftest.add_argument(
+        "--streams", action="store_true", help="several calls at once instead, and other orders of threads on the CPU"
+    )
+    diagnose = commands.add_parser("diagnose", help="say what is unusual about a call's arguments")
+    diagnose.add_argument(
+        "file", type=Path, metavar="FILE", help="an .npz of the arguments by name, result, grad_u, ..."
+    )
+    diagnose.add_argument("--gpu", action="store_true", help="on the GPU, with measured times")
+    diagnose.add_argument("--plot", type=Path, metavar="PNG", help="write the pictures there (needs the extra plot)")
     commands.add_parser("kernels", help="list the kernels with registers, shared memory and frame")
+    tune = commands.add_parser("tune", help="time every order and fit of the plans on the GPU that is there")
+    tune.add_argument("--selective", action="append", default=[], metavar="B,L,D,N", help="instead of the usual shapes")
+    tune.add_argument("--linear", action="append", default=[], metavar="SHAPE@AXIS", help="such as 8,4096,1536@1")
+    tune.add_argument("--dtype", help="of these shapes (default: bfloat16, and float32 for --linear)")
+    tune.add_argument("--layout", choices=("bld", "bdl"), default="bld", help="of --selective")
+    tune.add_argument("--minutes", type=float, help="begin no further shape after this time")
+    tune.add_argument("--record", type=Path, help="write what was timed to this JSON file")
     fuzz = commands.add_parser("fuzz", help="draw whole problems, compare with the oracle and between schedules")
     fuzz.add_argument("--minutes", type=float, help="stop after this time (default 1, without --problems)")
     fuzz.add_argument("--problems", type=int, dest="count", help="stop after this many problems")
@@ -44,6 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         options = {name: x for name, x in vars(chosen).items() if name != "command"}
         return not run_fuzz(lambda line: print(line, flush=True), **options)
+    if chosen.command == "tune":
+        from cuscan import tune as tuning
+
+        options = {name: x for name, x in vars(chosen).items() if name != "command"}
+        tuning.run(lambda line: print(line, flush=True), **options)
+        return 0
     if chosen.command == "demo":
         from cuscan.demo import run
 
@@ -54,11 +77,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.command == "selftest":
         from cuscan import _selftest
 
-        return not _selftest.run(print)
+        if chosen.streams:
+            return not _selftest.run_streams(print)
+        return not _selftest.run(print, every=chosen.all)
+    if chosen.command == "diagnose":
+        return diagnose_file(chosen.file, gpu=chosen.gpu, plot=chosen.plot)
     from cuscan import _compile
 
     _compile.report(lambda line: print(line, flush=True))
     return 0
+
+
+def diagnose_file(file: Path, *, gpu: bool = False, plot: Path | None = None) -> int:
+    """Print the report of a call saved in an .npz; 1 if it has an error."""
+    from cuscan import diagnostics
+
+    arguments = diagnostics.read(file)
+    if gpu:
+        arguments = diagnostics.on_gpu(arguments)
+    report = diagnostics.diagnose(**arguments)
+    print(report)
+    if plot:
+        report.plot().savefig(plot)
+    return any(x.level == "error" for x in report.findings)
 
 
 def info() -> None:

@@ -10,12 +10,13 @@ overlaps anything else, is looked at in each call.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -251,6 +252,34 @@ class Copy:
         place.assign(self.to.of(arrays), self.value.of(arrays) if isinstance(self.value, View) else self.value)
 
 
+# What runs the steps of every call, of all threads, while a cuscan.trace is open.
+watcher: Callable[[Launches, Given, Any, Arrays, Sequence[int]], None] | None = None
+
+
+class Told:
+    """How many signatures were made ready, and which plans CUSCAN_LOG=plan has printed."""
+
+    ready = 0
+    plans: ClassVar[set[Hashable]] = set()
+
+    @classmethod
+    def tell(cls, launches: Launches) -> None:
+        cls.ready += 1
+        if os.environ.get("CUSCAN_LOG") != "plan":
+            return
+        names = ", ".join(step.name for step in launches.steps if isinstance(step, Launch))
+        for plan in launches.plans:
+            if (names, plan) not in cls.plans:
+                cls.plans.add((names, plan))
+                print(f"cuscan: {plan}\n        launches {names}", file=sys.stderr)  # noqa: T201 asked for
+
+
+def chosen(place: Place, plan: Hashable) -> None:
+    """Note the plan of what is being recorded."""
+    if isinstance(place, Recorder):
+        place.plans.append(plan)
+
+
 # Made-up addresses: as numbers too large for a size or a stride, as bits of floating point no number.
 _MADE_UP = (0x7FF4 << 48, 0x7FF2 << 48)
 _APART = 1 << 42  # bytes from one to the next
@@ -267,6 +296,7 @@ class Recorder:
         self.modules: Modules = self
         self.limits = given.limits
         self.steps: list[Launch | Copy] = []
+        self.plans: list[Hashable] = []
         self.fresh: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
         self.base = base
         self.starts: list[int] = []
@@ -340,6 +370,7 @@ class Launches:
     fresh: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...] = ()  # shapes and dtypes of what is allocated
     steps: tuple[Launch | Copy, ...] = ()
     results: tuple[int, ...] = ()
+    plans: tuple[Hashable, ...] = ()  # of the call itself first, then of what it is made of
 
     @classmethod
     def of(
@@ -375,7 +406,9 @@ class Launches:
         if recorded[0] != recorded[-1]:
             raise AssertionError("what is launched depends on addresses otherwise than by having them in a struct")
         fresh, steps, numbers = recorded[0]
-        return replace(self, fresh=fresh, steps=steps, results=numbers)
+        launches = replace(self, fresh=fresh, steps=steps, results=numbers, plans=tuple(place.plans))
+        Told.tell(launches)
+        return launches
 
     def check_apart(self, given: Given) -> None:
         """Nothing that is written overlaps another argument."""
@@ -413,6 +446,9 @@ class Launches:
         for shape, dtype in self.fresh:
             arrays.append(place.allocate(shape, dtype))
             addresses.append(place.pointer(arrays[-1]))
-        for step in self.steps:
-            step.run(place, arrays, addresses)
+        if watcher is not None:
+            watcher(self, given, place, arrays, addresses)
+        else:
+            for step in self.steps:
+                step.run(place, arrays, addresses)
         return tuple([arrays[i] for i in self.results])

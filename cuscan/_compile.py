@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import re
 import sys
 import threading
@@ -44,6 +46,8 @@ class _CupyModules:
                 except cupy.cuda.compiler.CompileException as error:
                     raise CompileError(str(error)) from error
                 self._modules[source.text] = module
+                if folder := os.environ.get("CUSCAN_DUMP"):
+                    dump(source, Path(folder), int(cupy.cuda.Device().compute_capability))
             function: Callable[..., None] = module.get_function(name)
             self._functions[source.text, name] = function
             return function
@@ -102,6 +106,10 @@ class Nvrtc:
 
     def compile(self, source: KernelSource, architecture: int) -> dict[str, Resources]:
         """Resources of every entry point, compiled as CuPy would."""
+        return _read_report(self.build(source, architecture)[1])
+
+    def build(self, source: KernelSource, architecture: int) -> tuple[bytes, str]:
+        """The cubin, and what the assembler reports."""
         options = [*OPTIONS, "-ftz=true", f"-arch=sm_{architecture}", "--device-as-default-execution-space"]
         options.append("--ptxas-options=-v")
         encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
@@ -113,12 +121,28 @@ class Nvrtc:
             self._library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)
             self._library.nvrtcGetProgramLog(program, log)
+            self._library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+            cubin = ctypes.create_string_buffer(0 if failed else size.value)
+            if not failed:
+                self._library.nvrtcGetCUBIN(program, cubin)
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
         text = log.value.decode()
         if failed:
             raise CompileError(text)
-        return _read_report(text)
+        return cubin.raw, text
+
+
+def dump(source: KernelSource, folder: Path, architecture: int) -> None:
+    """Write the generated text, and if an NVRTC wheel is there what it makes of it: the cubin and its report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256(source.text.encode()).hexdigest()[:8]
+    path = folder / f"{source.names[0]}-{digest}-sm_{architecture}"
+    path.with_suffix(".cu").write_text(source.text, encoding="utf-8")
+    for library in list(nvrtc_libraries())[-1:]:
+        cubin, report = Nvrtc(library).build(source, architecture)
+        path.with_suffix(".cubin").write_bytes(cubin)
+        path.with_suffix(".txt").write_text(f"{library.name}, sm_{architecture}\n{report}", encoding="utf-8")
 
 
 def report(write: Callable[[str], object], architecture: int = 90) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ._arrays import ITEM_CODE, Array, Place, _address, accumulation, item_name
-from ._calls import start
+from ._calls import chosen, start
 from ._plan import (
     ITEM_BYTES,
     TILE_STEPS,
@@ -195,6 +195,7 @@ def linear(place: Place, plan: LinearPlan, call: LinearCall, source_item: str = 
 
     With segments their marks are made first. `source_item` names the module, call.item's if it is empty.
     """
+    chosen(place, plan)
     source = linear_source(source_item or call.item, segmented=call.segments is not None)
     marks = None
     if call.segments is not None:
@@ -303,6 +304,7 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
     One launch a slice of the states, and where the plan cuts time into chunks two before them: the summaries of all
     slices, and a linear_scan over the chunks.
     """
+    chosen(place, plan)
     batch, length, channels = call.u.shape
     state = call.A.shape[1]
     kind, tile = call.kind, plan.fit.tile
@@ -522,6 +524,7 @@ def _spans_31_bits(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 def update(place: Place, plan: UpdatePlan, call: UpdateCall) -> None:
     """Run a selective_state_update, in one launch."""
+    chosen(place, plan)
     x, state, kind = call.x, call.state, call.kind
     batch, channels = x.shape
     limits = call.limits or (0.0, 0.0)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ._arrays import ITEM_CODE, Array, Place, accumulation, copy_of, item_name, merge_axes
+from ._calls import chosen
 from ._launch import (
     NOWHERE,
     ROW_DIMS,
@@ -86,6 +87,7 @@ def backward(place: Place, call: BackwardCall, *, copied: bool = False) -> None:
     )
     plan = plan_linear(problem, place.limits)
     plan = replace(plan, fit=replace(plan.fit, warps=max(plan.order.row_warps, min(plan.fit.warps, BLOCK_WARPS))))
+    chosen(place, plan)
 
     # What is left of the gradients of shared gates: parts along the shared axes, which come first in memory.
     sums, left, parts, lanes = GateSums.EACH_STEP, call.grad_gate, list(shape), None

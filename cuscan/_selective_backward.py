@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ._arrays import ITEM_CODE, Array, Place, item_name
+from ._calls import chosen
 from ._launch import (
     _MARK_BYTES,
     _NO_SEQUENCE,
@@ -72,6 +73,7 @@ def backward(place: Place, plan: BackwardPlan, call: BackwardCall, time_step: in
     One launch a slice of the states, where the plan cuts time into chunks those of the summaries before them, and one
     that adds what the blocks left.
     """
+    chosen(place, plan)
     batch, length, channels = call.u.shape
     state = call.A.shape[1]
     kind, tile, gradients = call.kind, backward_tile(call.kind), call.gradients
