@@ -66,7 +66,7 @@ def lengths(record: dict[str, Any]) -> Figure:
         "selective_scan": "selective_scan (8, length, 1024, 16), bfloat16",
         "linear_scan": "linear_scan (8, length, 1536), (8, 1536, length), float32",
     }
-    figure = Figure(figsize=(8, 3.8), layout="constrained")
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
     for axes, (op, groups) in zip(figure.subplots(1, 2), series.items(), strict=True):
         for colour, (name, rows) in zip(COLOURS, groups.items(), strict=False):
             ordered = sorted(rows, key=lambda row: row["length"])
@@ -81,7 +81,7 @@ def lengths(record: dict[str, Any]) -> Figure:
                 _line(axes, points, f"{marker}--", colour, f"{name}, {peer_name}")
         axes.set(xlabel="length", ylabel="ms", xscale="log", yscale="log")
         axes.set_title(titles[op], fontsize=8)
-        axes.legend(frameon=False, fontsize=7)
+        axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
@@ -107,7 +107,12 @@ def ladder(record: dict[str, Any]) -> Figure:
         axes.set(xlabel=what, ylabel="ms", xscale="log", yscale="log")
         axes.set_title(title, fontsize=9)
         if rungs:
-            axes.legend(frameon=False, fontsize=7)
+            low, high = axes.get_ylim()
+            axes.set_ylim(low, high * (high / low) ** (0.13 * len(rungs)))  # room for the names
+            axes.legend(frameon=False, fontsize=7, loc="upper left")
+        if name == "state":
+            axes.set_xticks([4, 16, 64], labels=["4", "16", "64"])
+            axes.minorticks_off()
     figure.suptitle(f"{record['device']}, float32")
     return figure
 

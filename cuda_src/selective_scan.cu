@@ -122,8 +122,9 @@ struct Recurrence {
   template <bool kMarked, class Enter, class Leave>
   __device__ __forceinline__ void run(const Drive<R>* drive, int next_drive, const S* B, const S* C, R* y, int lane,
                                       const StepMarks& marks, Enter enter, Leave leave) {
-    constexpr int kCount = kStates > 8 ? 1 : kMarked ? 2 : 4;  // steps whose loads are issued together
-    constexpr int kFold = kSummarise ? 4 : kGroups;            // steps whose sums are one butterfly
+    // Steps whose loads are issued together: as many as there are registers for.
+    constexpr int kCount = kStates > 8 ? 1 : kMarked || sizeof(S) > 4 ? 2 : 4;
+    constexpr int kFold = kSummarise ? 4 : kGroups;  // steps whose sums are one butterfly
     constexpr int kPart = kMarked || kStates > 8 ? kFold : kTileSteps;
     static_assert(kPart / kCount % 2 == 0, "a part ends with what the next one begins with in loaded[0]");
     Loaded<kCount> loaded[2];

@@ -185,28 +185,40 @@ struct SelectiveItem {
   bool summarised;       // is the map of the chunk asked for?
 };
 
-// The first step at or after `begin` and before `end` that forgets what is before it, or the last with kLast; -1 if
-// there is none. `row` is the row's marks; `begin` is the first step of a word. There is no early exit, or the compiler
-// would take the lanes for apart from here on.
-template <bool kLast>
-__device__ __forceinline__ long long find_cut(const StepMarks* row, long long begin, long long end, int lane) {
-  const long long words = (end - begin + kMarkSteps - 1) / kMarkSteps;
-  long long cut = -1;
-  for (long long first = 0; first < words; first += 32) {
-    const long long word = begin / kMarkSteps + first + lane;
-    unsigned cuts = 0;
-    if (first + lane < words) {
-      cuts = row[word].resets | row[word].starts;
-      const long long steps = end - word * kMarkSteps;
-      if (steps < kMarkSteps) cuts &= (1u << steps) - 1;
-    }
-    const unsigned found = __ballot_sync(kFullMask, cuts);
-    const int where = kLast ? 31 - __clz(found) : __ffs(found) - 1;
-    cuts = from_lane(cuts, where & 31);
-    const int step = kLast ? 31 - __clz(cuts) : __ffs(cuts) - 1;
-    if (found && (kLast || cut < 0)) cut = begin + (first + where) * kMarkSteps + step;
+// Of the steps of a chunk that forget what is before them the first and the last, and the first of the next chunk; -1
+// where there is none.
+struct Cuts {
+  long long first, last, next;
+};
+
+// A bit for each of the 32 steps from `step` on, the first of a word of `row`, and before `end` that forgets.
+__device__ __forceinline__ unsigned forgets(const StepMarks* row, long long step, long long end) {
+  if (step >= end) return 0;
+  const StepMarks& word = row[step / kMarkSteps];
+  const unsigned cuts = word.resets | word.starts;
+  return end - step < kMarkSteps ? cuts & ((1u << (end - step)) - 1) : cuts;
+}
+
+// A lane looks at a word of each of the two chunks at a time, so that it waits for both at once. There is no early
+// exit, or the compiler would take the lanes for apart from here on.
+__device__ __forceinline__ Cuts find_cuts(const StepMarks* row, long long begin, long long chunk, long long length,
+                                          int lane) {
+  const long long middle = begin + chunk < length ? begin + chunk : length;
+  const long long end = middle + chunk < length ? middle + chunk : length;
+  Cuts cuts = {-1, -1, -1};
+  for (long long first = 0; first < chunk; first += 32 * kMarkSteps) {
+    const long long step = first + lane * kMarkSteps;
+    const unsigned own = forgets(row, begin + step, middle), next = forgets(row, middle + step, end);
+    const unsigned own_found = __ballot_sync(kFullMask, own), next_found = __ballot_sync(kFullMask, next);
+    const int first_word = __ffs(own_found) - 1, last_word = 31 - __clz(own_found), next_word = __ffs(next_found) - 1;
+    const int first_step = __ffs(from_lane(own, first_word & 31)) - 1;
+    const int last_step = 31 - __clz(from_lane(own, last_word & 31));
+    const int next_step = __ffs(from_lane(next, next_word & 31)) - 1;
+    if (own_found && cuts.first < 0) cuts.first = begin + first + first_word * kMarkSteps + first_step;
+    if (own_found) cuts.last = begin + first + last_word * kMarkSteps + last_step;
+    if (next_found && cuts.next < 0) cuts.next = middle + first + next_word * kMarkSteps + next_step;
   }
-  return cut;
+  return cuts;
 }
 
 // Chunks are cut where something is forgotten, if they can be: chunk c begins at the first such step at or after its
@@ -214,17 +226,11 @@ __device__ __forceinline__ long long find_cut(const StepMarks* row, long long be
 // where the next one begins with a state, and only from the last step that forgets.
 template <bool kSummarise>
 __device__ __forceinline__ void move_cuts(const SelectiveArgs& args, SelectiveItem& at, int lane) {
-  const StepMarks* row = args.marks + at.batch * args.marks_batch;
-  const long long own = at.begin, next = at.end, left = args.length - next;
-  const long long first = find_cut<false>(row, own, next, lane);
-  const long long cut = find_cut<false>(row, next, next + (args.chunk < left ? args.chunk : left), lane);
-  if (at.chunk > 0 && first >= 0) at.begin = first;
-  if (cut >= 0) at.end = cut;
-  at.summarised = left > 0 && cut < 0;
-  if constexpr (kSummarise) {
-    const long long last = find_cut<true>(row, own, next, lane);
-    if (last > at.begin) at.begin = last;
-  }
+  const Cuts cuts = find_cuts(args.marks + at.batch * args.marks_batch, at.begin, args.chunk, args.length, lane);
+  at.summarised = at.end < args.length && cuts.next < 0;
+  if (at.chunk > 0 && cuts.first >= 0) at.begin = cuts.first;
+  if (cuts.next >= 0) at.end = cuts.next;
+  if (kSummarise && cuts.last > at.begin) at.begin = cuts.last;
 }
 
 template <class Tile, bool kSummarise>
