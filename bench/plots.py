@@ -112,7 +112,7 @@ def ladder(record: dict[str, Any]) -> Figure:
             axes.legend(frameon=False, fontsize=7, loc="upper left")
         if name == "state":
             axes.set_xticks([4, 16, 64], labels=["4", "16", "64"])
-            axes.minorticks_off()
+        axes.minorticks_off()
     figure.suptitle(f"{record['device']}, float32")
     return figure
 

@@ -408,8 +408,10 @@ def run(
     keep(write, rows, Path(plans) if plans else None)
     if record:
         name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
-        found = {"digest": _source.digest(), "device": name, "runs": RUNS, "rows": rows}
-        record.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        found = {"digest": _source.digest(), "device": name, "runs": RUNS, "rows": []}
+        lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+        text = json.dumps(found).replace('"rows": []', f'"rows": [\n{lines}\n]')
+        record.write_text(text + "\n", encoding="utf-8")
 
 
 def _sizes(text: str) -> tuple[int, ...]:
