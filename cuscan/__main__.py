@@ -62,8 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = {name: x for name, x in vars(chosen).items() if name != "command"}
         return not run_fuzz(lambda line: print(line, flush=True), **options)
     if chosen.command == "tune":
+        from cuscan import _selftest
         from cuscan import tune as tuning
 
+        name, missing = _selftest.gpu()
+        if not name:
+            print(f"tune needs a GPU: {missing}", file=sys.stderr)
+            return 1
         options = {name: x for name, x in vars(chosen).items() if name != "command"}
         tuning.run(lambda line: print(line, flush=True), **options)
         return 0
@@ -92,7 +97,11 @@ def diagnose_file(file: Path, *, gpu: bool = False, plot: Path | None = None) ->
     """Print the report of a call saved in an .npz; 1 if it has an error."""
     from cuscan import diagnostics
 
-    arguments = diagnostics.read(file)
+    try:
+        arguments = diagnostics.read(file)
+    except (OSError, ValueError) as error:
+        print(f"cannot read {file}: {error}", file=sys.stderr)
+        return 1
     if gpu:
         arguments = diagnostics.on_gpu(arguments)
     report = diagnostics.diagnose(**arguments)

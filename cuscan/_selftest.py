@@ -223,7 +223,7 @@ LIMITS = DeviceLimits(architecture=90, multiprocessors=132, shared_memory=227 * 
 @contextlib.contextmanager
 def _device() -> Iterator[tuple[Any, tuple[str, ...], str]]:
     """The GPU, else the CPU executor, else NumPy: where arrays are made, the layouts to check, and what to call it."""
-    name, missing = _gpu()
+    name, missing = gpu()
     if name:
         import cupy
 
@@ -242,7 +242,7 @@ def _device() -> Iterator[tuple[Any, tuple[str, ...], str]]:
         yield np, ("bld",), f"No GPU: {missing}. The kernels run on the CPU."
 
 
-def _gpu() -> tuple[str, str]:
+def gpu() -> tuple[str, str]:
     """Name of the GPU, or why there is none."""
     try:
         import cupy

@@ -493,6 +493,8 @@ def test_a_file_is_diagnosed(tmp_path, capsys):
     assert main(["diagnose", str(tmp_path / "linear.npz")]) == 1
     assert "the state diverges" in capsys.readouterr().out
     assert json.dumps(diagnostics.read(tmp_path / "linear.npz")["a"]) == "1.1"
+    assert main(["diagnose", str(tmp_path / "none.npz")]) == 1
+    assert "none.npz: [Errno 2] No such file" in capsys.readouterr().err
 
 
 def test_pictures(tmp_path):

@@ -19,7 +19,7 @@ def _needs_a_compiler(monkeypatch):
         host.compiler()
     except host.CompileError as error:
         pytest.skip(str(error))
-    monkeypatch.setattr(_selftest, "_gpu", lambda: ("", "it is left out here"))
+    monkeypatch.setattr(_selftest, "gpu", lambda: ("", "it is left out here"))
 
 
 class Broken:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cuscan
-from cuscan import _plan, _source, _tuned, tune
+from cuscan import _plan, _selftest, _source, _tuned, tune
 from cuscan.__main__ import main
 from cuscan._plan import DeviceLimits, LinearFit, LinearProblem, Schedule, SelectiveKind, SelectiveProblem, forced
 
@@ -180,6 +180,10 @@ def test_a_run_on_a_gpu_writes_what_it_timed(host_executor, monkeypatch, tmp_pat
 def test_the_command_takes_shapes(monkeypatch, capsys):
     taken = {}
     monkeypatch.setattr(tune, "run", lambda write, **options: (write("tuned"), taken.update(options)))
+    monkeypatch.setattr(_selftest, "gpu", lambda: ("", "no driver"))
+    assert main(["tune"]) == 1
+    assert capsys.readouterr().err == "tune needs a GPU: no driver\n"
+    monkeypatch.setattr(_selftest, "gpu", lambda: ("a GPU", ""))
     assert main(["tune", "--selective", "1,2,3,4", "--linear", "8,100@0", "--minutes", "2"]) == 0
     assert capsys.readouterr().out == "tuned\n"
     assert taken == {"selective": ["1,2,3,4"], "linear": ["8,100@0"], "minutes": 2, "dtype": None, "layout": "bld",
