@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, ClassVar, Generic, TypeVar
@@ -53,6 +54,10 @@ class Cache(Generic[Ready]):
         return ready
 
 
+# Set while the arrays of calls are torch's tensors on a GPU: interop.torch's _Gpu, which reads and makes them.
+tensor_place: ContextVar[Any] = ContextVar("tensor_place", default=None)
+
+
 class Given:
     """The arrays of one call, with their addresses and the call's signature.
 
@@ -68,6 +73,8 @@ class Given:
         Of CuPy's arrays.
     host : Place, optional
         Where NumPy arrays run kernels; None where they run in reference.py.
+    torch : interop.torch._Gpu, optional
+        Where the arrays are tensors: `tensors`, of which `arrays` are made only where a call needs them.
 
     Other arrays than NumPy's and CuPy's are adopted by `_arrays.Call`, after `refuse(arguments)`.
     """
@@ -81,6 +88,11 @@ class Given:
     ) -> None:
         self.names = names
         self._adopted: Call | None = None
+        self.tensors: Arrays | None = None
+        self.torch = tensor_place.get()
+        if self.torch is not None:
+            self._read_tensors(arrays, options)
+            return
         if self._read(arrays, options, ()):
             return
         arguments = dict(zip(names, arrays, strict=True))
@@ -119,10 +131,36 @@ class Given:
         if device is None and (factory := host_place.get()):
             self.host = factory()
             signature.append(self.host.limits)
+        self._sign(signature, options, read_only)
+        return True
+
+    def _read_tensors(self, tensors: Arrays, options: Hashable) -> None:
+        self.tensors, self.addresses, self.device, self.host = tensors, [], self.torch.index, None
+        signature: list[Hashable] = ["torch", self.device]
+        for x in tensors:
+            address = 0 if x is None else x.data_ptr()
+            self.addresses.append(address)
+            signature += (None,) if x is None else (x.dtype, x.shape, x.stride(), address & 15)
+        self._sign(signature, options, ())
+
+    def _sign(self, signature: list[Hashable], options: Hashable, read_only: tuple[str, ...]) -> None:
         forced = _forced.get()
         self.signature = (*signature, options, read_only, tuple(forced.items()) if forced else ())
         self._read_only = read_only
-        return True
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """Of tensors, CuPy's over the same memory."""
+        return [x if x is None else self.torch.array(x) for x in self.tensors or ()]
+
+    def values(self, number: int) -> Array | None:
+        """An argument as NumPy's where values are checked: a GPU has to wait, so there with CUSCAN_CHECK=1 only."""
+        x = (self.tensors or self.arrays)[number]
+        if x is None or isinstance(x, np.ndarray):
+            return x
+        if os.environ.get("CUSCAN_CHECK") != "1":
+            return None
+        return x.get() if self.tensors is None else x.cpu().numpy()
 
     @cached_property
     def read_only(self) -> tuple[str, ...]:
@@ -165,7 +203,7 @@ class Given:
         if self.device is None:
             return self.host
         cupy = sys.modules["cupy"]
-        if self._adopted is None and cupy.cuda.runtime.getDevice() == self.device:
+        if self._adopted is None and self.tensors is None and cupy.cuda.runtime.getDevice() == self.device:
             return CupyPlace(cupy, self.device, ())
         return None
 
@@ -174,6 +212,9 @@ class Given:
         """Where the call works, its device made current; adopted arrays are seen to outlive the launches."""
         if self.device is None:
             yield self.host
+        elif self.tensors is not None:
+            with self.torch.current():
+                yield CupyPlace(sys.modules["cupy"], self.device, ())
         elif self._adopted is not None:
             with self._adopted.place() as place:
                 yield place
@@ -426,15 +467,22 @@ class Launches:
                 ):
                     raise ValueError(f"{given.names[target]} overlaps {given.names[i]} in memory{self.hint}")
 
+    @cached_property
+    def _copies(self) -> bool:
+        return any(isinstance(step, Copy) for step in self.steps)
+
     def run(self, given: Given) -> tuple[Array, ...]:
-        """Allocate, launch, and give the results."""
+        """Allocate, launch, and give the results: of tensors, tensors, but CuPy's arrays where there is to copy."""
+        if given.tensors is not None and not self._copies:
+            with given.torch.device, given.torch.stream:
+                return self._run(given, given.torch, given.tensors)
         place = given.place()
         if place is not None:
             return self._run(given, place)
         with given.current() as place:
             return self._run(given, place)
 
-    def _run(self, given: Given, place: Any) -> tuple[Array, ...]:
+    def _run(self, given: Given, place: Any, tensors: Arrays | None = None) -> tuple[Array, ...]:
         if given.device is None:  # the CPU executor checks what kernels touch
             apart = (*self.changed, *self.written)
             place.keep(*(x for i, x in enumerate(given.arrays) if x is not None and i not in apart))
@@ -442,7 +490,7 @@ class Launches:
                 place.update(given.arrays[i])
             for i in self.written:
                 place.pointer(given.arrays[i])
-        arrays, addresses = [*given.arrays], [*given.addresses]
+        arrays, addresses = [*(tensors or given.arrays)], [*given.addresses]
         for shape, dtype in self.fresh:
             arrays.append(place.allocate(shape, dtype))
             addresses.append(place.pointer(arrays[-1]))

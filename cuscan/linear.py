@@ -117,7 +117,7 @@ def linear_scan(
         options = _Options(axis, reverse, return_last_state, out_dtype, gate, initial)
         ready = _READY.put(given.signature, _make_ready(given, options))
     ready.launches.check_apart(given)
-    if (offsets := given.arrays[_OFFSETS]) is not None:
+    if (offsets := given.values(_OFFSETS)) is not None:
         _arrays.check_offsets(offsets, ready.length)
     results = _run_numpy(given.arrays, ready) if given.in_numpy else ready.launches.run(given)
     return results if return_last_state else results[0]

@@ -105,7 +105,7 @@ def linear_scan_vjp(
     bits = [None if x is None else struct.pack("2d", x.real, x.imag) for x in (gate, initial)]
     given = _calls.Given(_NAMES, arrays, (type(axis), *options[:3], *bits))
     ready = _READY.get(given.signature) or _READY.put(given.signature, _make_ready(given, options))
-    if (offsets := given.arrays[_OFFSETS]) is not None:
+    if (offsets := given.values(_OFFSETS)) is not None:
         _arrays.check_offsets(offsets, ready.length)
     gradients = iter(_run_numpy(given.arrays, ready) if given.in_numpy else ready.launches.run(given))
     return LinearGradients(*(None if dtype is None else next(gradients) for dtype in ready.dtypes))

@@ -154,7 +154,7 @@ def selective_scan(
         ready = _make_ready(given, Options(delta_softplus, limits, reverse), wanted)
         _READY.put(given.signature, ready)
     ready.launches.check_apart(given)
-    if (offsets := given.arrays[_OFFSETS]) is not None:
+    if (offsets := given.values(_OFFSETS)) is not None:
         _arrays.check_offsets(offsets, ready.sizes.length)
     if given.in_numpy:
         results = _run_numpy(given.by_name(), ready)

@@ -123,7 +123,7 @@ def selective_scan_vjp(
     if ready is None:
         options = selective.Options(delta_softplus, limits, reverse)
         ready = _READY.put(given.signature, _make_ready(given, options, layout, grad_dtype))
-    if (offsets := given.arrays[_OFFSETS]) is not None:
+    if (offsets := given.values(_OFFSETS)) is not None:
         _arrays.check_offsets(offsets, ready.sizes.length)
     if given.in_numpy:
         results = _run_numpy(given.by_name(), ready)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -139,8 +138,8 @@ def _update(arrays: _calls.Arrays, options: _Options) -> Any:
     given = _calls.Given(_NAMES, arrays, key, _refuse_jax)
     ready = _READY.get(given.signature) or _READY.put(given.signature, _make_ready(given, options))
     ready.launches.check_apart(given)
-    if given.arrays[_INDICES] is not None:
-        _check_slots(given.arrays[_INDICES], ready.slots)
+    if (indices := given.values(_INDICES)) is not None:
+        _check_slots(indices, ready.slots)
     result = _run_numpy(given.arrays, ready, options) if given.in_numpy else ready.launches.run(given)[0]
     return result if arrays[_OUT] is None else arrays[_OUT]
 
@@ -204,11 +203,7 @@ def _check_state(state: Array, *, read_only: bool) -> None:
 
 
 def _check_slots(indices: Array, slots: int) -> None:
-    """No slot is there twice. Looks at values, so a GPU has to wait: there with CUSCAN_CHECK=1 only."""
-    if not isinstance(indices, np.ndarray):
-        if os.environ.get("CUSCAN_CHECK") != "1":
-            return
-        indices = indices.get()
+    """No slot is there twice."""
     found, counts = np.unique(indices[(indices >= 0) & (indices < slots)], return_counts=True)
     if (counts > 1).any():
         slot, count = found[counts > 1][0], counts[counts > 1][0]

@@ -515,6 +515,51 @@ def test_examples():
 # --- operators ---------------------------------------------------------------------------------------------------
 
 
+class Subclass(torch.Tensor):
+    """Nothing of its own."""
+
+
+def ways(x):
+    """Contexts and arguments, and whether torch's dispatcher has anything to do there but autograd."""
+    plain = contextlib.nullcontext
+    yield plain(), x, False
+    yield torch.no_grad(), x, False
+    yield torch.inference_mode(), x, False
+    yield torch.autocast("cpu", BF16), x, False
+    yield plain(), {**x, "A": torch.nn.Parameter(x["A"])}, False
+    yield Calls(), x, True
+    yield torch.overrides.BaseTorchFunctionMode(), x, True
+    yield torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), x, True
+    yield plain(), {**x, "u": x["u"].as_subclass(Subclass)}, True
+    yield plain(), {**x, "u": (x["u"] * 1j).conj().imag.detach()}, True
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+def test_the_dispatcher_is_asked_only_where_it_has_something_to_do(monkeypatch):
+    """And gives the same."""
+    operator, asked = interop._SELECTIVE.fresh, []
+    registered = operator.registered
+    monkeypatch.setattr(operator, "registered", lambda *given: asked.append(given) or registered(*given))
+    for where, x, by_dispatcher in ways(inputs()):
+        asked.clear()
+        with where:
+            y, last = cuscan.selective_scan(**x, **OPTIONS)
+        assert bool(asked) == by_dispatcher
+        if y.dtype == F32:
+            as_any = {name: value.detach().resolve_neg().as_subclass(torch.Tensor) for name, value in x.items()}
+            for mine, its in zip((y, last), cuscan.selective_scan(**as_any, **OPTIONS), strict=True):
+                assert torch.equal(mine, its)
+                assert type(mine) is type(x["u"])
+    asked.clear()
+    x = leaves(inputs())
+    cuscan.selective_scan(**x).sum().backward()
+    assert not asked
+    torch.jit.trace(lambda u: cuscan.selective_scan(**{**inputs(), "u": u}), inputs()["u"], check_trace=False)
+    assert asked
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda u: cuscan.selective_scan(**{**inputs(), "u": u}).sum())(inputs()["u"])
+
+
 def arguments_of(operator, **x):
     return tuple(x.get(name) for name in operator.names)
 
@@ -636,6 +681,19 @@ def test_compiled_under_autocast(device, compiler):
 # --- a GPU -------------------------------------------------------------------------------------------------------
 
 
+class Entered:
+    """What is current within it, as often as it is entered."""
+
+    def __init__(self, current, what):
+        self.current, self.what = current, what
+
+    def __enter__(self):
+        self.current.append(self.what)
+
+    def __exit__(self, *_):
+        self.current.remove(self.what)
+
+
 class TorchsCupy(test_calls.FakeCupy):
     """CuPy over the CPU's memory, as device 0; the kernels run on the CPU executor."""
 
@@ -663,11 +721,8 @@ class TorchsCupy(test_calls.FakeCupy):
 
         self.ndarray = Array
 
-    @contextlib.contextmanager
     def entered(self, what):
-        self.current.append(what)
-        yield
-        self.current.remove(what)
+        return Entered(self.current, what)
 
     def Device(self, number):  # noqa: N802 CuPy's name
         return self.entered(("device", number))
@@ -696,6 +751,28 @@ class TorchsCupy(test_calls.FakeCupy):
         return self.allocated[-1]
 
 
+class TorchsGpu(interop._Gpu):
+    """The CPU as device 0."""
+
+    def __init__(self, cupy):
+        super().__init__(cupy, torch.device("cpu", 0))
+
+    def known(self, x):
+        memory = x.untyped_storage()
+        self._cupy.UnownedMemory(memory.data_ptr(), memory.nbytes(), memory, 0)
+        return x
+
+    def results(self, function, x):
+        assert [self.known(each) for each in x.values() if isinstance(each, torch.Tensor)]
+        return super().results(function, x)
+
+    def allocate(self, shape, dtype):
+        current = dict(self._cupy.current)
+        assert (current["device"], current["stream"]) == (0, (0, 1234))
+        self._cupy.allocated.append(self.known(super().allocate(shape, dtype)))
+        return self._cupy.allocated[-1]
+
+
 @pytest.fixture
 def no_gpu(host_executor, monkeypatch):
     """Tensors on the CPU are taken for those of a GPU."""
@@ -703,8 +780,8 @@ def no_gpu(host_executor, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(_compile, "cupy_limits", lambda _: H200)
     monkeypatch.setattr(_compile, "cupy_modules", fake.modules_of)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=1234))
-    monkeypatch.setattr(interop, "_place", lambda _: interop._Gpu(fake, torch.device("cpu", 0)))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 1234, raising=False)
+    monkeypatch.setattr(interop, "_place", lambda _: TorchsGpu(fake))
     yield fake
     fake.memory.clear()
 
@@ -724,12 +801,52 @@ def test_on_a_gpu_that_is_not_there(host_executor, no_gpu, capturing):
     found = torch.autograd.grad(results[0], [*x.values()], grad)
     for mine, its in zip((*results, *found), (y, last, *gradients), strict=True):
         np.testing.assert_array_equal(array_of(mine), its)
-    addresses = {array.data.ptr for array in no_gpu.allocated}
+    addresses = {x.data_ptr() if isinstance(x, torch.Tensor) else x.data.ptr for x in no_gpu.allocated}
     assert {each.data_ptr() for each in (*results, *found)} <= addresses
     assert len(addresses) > 11  # scratch too
     assert no_gpu.launched
     assert no_gpu.current == []
     assert _arrays._workspace.get().nbytes == kept
+
+
+@pytest.mark.parametrize("update", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_calls_on_a_gpu_that_only_launch_make_no_arrays(no_gpu, monkeypatch, update):
+    """Where their signature is known; what has to be copied, or is empty, is made arrays of."""
+    x = {n: value if n in ("A", "D", "delta_bias", "h0") else value.to(BF16) for n, value in inputs().items()}
+    cache, slots, b = torch.rand(5, 4, 3), torch.tensor([4, 0]), x["u"].float()
+
+    def run():
+        if update:
+            state = cache.clone()
+            yield cuscan.selective_state_update(state, *step_of(x), state_batch_indices=slots)
+            yield state
+        yield from cuscan.selective_scan(**x, **OPTIONS)
+        yield from cuscan.selective_scan_vjp(**x, mask=b[..., 0] < 0.7, delta_softplus=True, grad_out=x["u"])
+        yield cuscan.linear_scan(0.5, b, axis=1, out=torch.empty_like(b))
+
+    expected = [*run()]
+    launched = len(no_gpu.launched)
+    with monkeypatch.context() as patch:
+        patch.setattr(interop._Gpu, "array", None)
+        for mine, its in zip(run(), expected, strict=True):
+            assert torch.equal(mine, its)
+    assert len(no_gpu.launched) == 2 * launched
+    odd = torch.frombuffer(bytearray(1281), dtype=F32, offset=1).view(2, 40, 4)
+    for _ in range(2):
+        odd[...] = b
+        assert torch.equal(cuscan.linear_scan(0.5, odd, axis=1), expected[-1])
+        assert cuscan.linear_scan(0.5, b, axis=1, out=odd) is odd
+        assert torch.equal(odd, expected[-1])
+        stateless = cuscan.selective_scan(x["u"], x["u"], x["A"][:, :0], x["B"][..., :0], x["C"][..., :0])
+        assert torch.equal(stateless, torch.zeros_like(x["u"]))
+    longer = torch.zeros(2 * 41, 4)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="out overlaps b in memory"):
+            cuscan.linear_scan(0.5, longer[:-1], axis=0, out=longer[1:])
+    monkeypatch.setenv("CUSCAN_CHECK", "1")
+    with pytest.raises(ValueError, match="cu_seqlens must not descend"):
+        cuscan.linear_scan(0.5, b, axis=1, cu_seqlens=torch.tensor([0, 9, 4]))
+    assert no_gpu.current == []
 
 
 def test_arrays_of_cupy_share_memory():
@@ -742,7 +859,7 @@ def test_arrays_of_cupy_share_memory():
             assert array.dtype.name == str(dtype).removeprefix("torch.")
             assert (array.data.ptr, array.shape) == (view.data_ptr(), view.shape)
             assert array.strides == tuple(view.itemsize * stride for stride in view.stride())
-        with cupy.cuda.using_allocator(gpu.allocate):
+        with cupy.cuda.using_allocator(gpu.memory):
             arrays = [cupy.empty(shape, interop._numpy_dtype(dtype)) for shape in ((2, 3), (), (0, 5))]
         for array in arrays:
             back = gpu.tensor(array)

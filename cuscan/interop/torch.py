@@ -2,10 +2,12 @@
 
 The operators are torch.ops.cuscan.linear_scan, selective_scan and selective_state_update, with fake kernels, so that
 torch.compile and torch.export see one node, and autograd formulas that call linear_scan_vjp and selective_scan_vjp,
-operators themselves. Where a gradient will be needed, selective_scan saves its states for it. Second derivatives are
-refused, and so are the transforms of torch.func, which torch does not have for operators that are written in Python.
+operators themselves. Where torch's dispatcher would have nothing to do but autograd, calls do without it, because it
+takes longer than they do. Where a gradient will be needed, selective_scan saves its states for it. Second derivatives
+are refused, and so are the transforms of torch.func, which torch does not have for operators that are written in
+Python.
 
-No tensor is copied: on the CPU a tensor's memory is read as a NumPy array, on a GPU as a CuPy array. There everything
+No tensor is copied: on the CPU a tensor's memory is read as a NumPy array, on a GPU by its address. There everything
 runs on torch's current stream and is allocated by torch, so that torch.cuda.graph captures calls as it does any other:
 results and scratch then belong to the graph's pool.
 
@@ -17,14 +19,19 @@ h0 in the accumulation type. float64 and complex tensors stay as they are.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache, reduce
 from typing import Any
 
 import numpy as np
 import torch
+from torch._C import DispatchKey, DispatchKeySet, _dispatch_keys, _dispatch_tls_local_include_set
+from torch.autograd import _profiler_enabled
+from torch.overrides import has_torch_function
 
-from cuscan import _arrays, linear, linear_vjp, selective, selective_vjp, state_update
+from cuscan import _arrays, _calls, _compile, linear, linear_vjp, selective, selective_vjp, state_update
 from cuscan._arrays import Array, Workspace, _cupy, _dtype
 from cuscan._plan import STATE_INTERVAL
 from cuscan.interop import Stream
@@ -45,11 +52,50 @@ Arguments = dict[str, Any]
 
 
 class _Gpu:
-    """The tensors of one GPU as CuPy arrays over the same memory, and arrays that a call makes as tensors."""
+    """One GPU. Calls that only launch read tensors' addresses, and make tensors.
+
+    For all else, tensors as CuPy arrays over the same memory, and arrays that a call makes as tensors.
+    """
 
     def __init__(self, cupy: Any, device: Any) -> None:
-        self._cupy, self._device = cupy, device
+        self._cupy, self._device, self.index = cupy, device, device.index
         self._made: dict[int, Tensor] = {}
+
+    def results(self, function: Callable[..., Any], x: Arguments) -> Any:
+        """Of a function on arrays."""
+        token = _calls.tensor_place.set(self)
+        try:
+            return function(**x)
+        finally:
+            _calls.tensor_place.reset(token)
+
+    @property
+    def device(self) -> Any:
+        """The GPU, for CuPy to make current."""
+        return self._cupy.cuda.Device(self.index)
+
+    @property
+    def stream(self) -> Any:
+        """Torch's current stream, for CuPy to make current."""
+        # What torch.cuda.current_stream makes an object of.
+        return _stream(self._cupy.cuda, torch._C._cuda_getCurrentRawStream(self.index))  # noqa: SLF001
+
+    # A Place, where there is only to launch.
+
+    @property
+    def modules(self) -> Any:
+        """The kernels."""
+        return _compile.cupy_modules(self.index)
+
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
+        """A contiguous tensor."""
+        return torch.empty(shape, dtype=_cached_torch_dtype(dtype), device=self._device)
+
+    def pointer(self, x: Tensor) -> int:
+        """Where it begins."""
+        return int(x.data_ptr())
+
+    # CuPy's arrays, where there is more.
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -58,12 +104,10 @@ class _Gpu:
         Torch hands out again in the stream's order what is freed, also while a graph is captured. So scratch may go
         when a call ends, and the Workspace, where CuPy's memory is kept during a capture, is one that is thrown away.
         """
-        cuda = self._cupy.cuda
-        stream = cuda.Stream.from_external(Stream(torch.cuda.current_stream(self._device).cuda_stream))
-        with cuda.Device(self._device.index), stream, cuda.using_allocator(self.allocate), Workspace():
+        with self.device, self.stream, self._cupy.cuda.using_allocator(self.memory), Workspace():
             yield
 
-    def allocate(self, size: int) -> Any:
+    def memory(self, size: int) -> Any:
         """So many bytes, as CuPy's allocators give them."""
         memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._made[memory.data_ptr()] = memory
@@ -71,7 +115,7 @@ class _Gpu:
 
     def _pointer(self, memory: Tensor, size: int) -> Any:
         cuda = self._cupy.cuda
-        return cuda.MemoryPointer(cuda.UnownedMemory(memory.data_ptr(), size, memory, self._device.index), 0)
+        return cuda.MemoryPointer(cuda.UnownedMemory(memory.data_ptr(), size, memory, self.index), 0)
 
     def array(self, x: Tensor) -> Array:
         """The same memory for CuPy."""
@@ -81,17 +125,28 @@ class _Gpu:
         return self._cupy.ndarray(tuple(x.shape), _numpy_dtype(x.dtype), self._pointer(x, size * span), strides)
 
     def tensor(self, x: Array) -> Tensor:
-        """A fresh array, whose memory came from `allocate`."""
+        """What a call made: an array's memory came from `memory`."""
+        if isinstance(x, torch.Tensor):
+            return x
         dtype = _torch_dtype(x.dtype)
         if x.size == 0:
             return torch.empty(x.shape, dtype=dtype, device=self._device)
         return self._made[x.data.ptr].view(dtype).view(x.shape)
 
 
+@lru_cache(maxsize=256)
+def _stream(cuda: Any, address: int) -> Any:
+    return cuda.Stream.from_external(Stream(address))
+
+
 class _Cpu:
     """Tensors as NumPy arrays over the same memory, and the reverse."""
 
-    current = staticmethod(contextlib.nullcontext)
+    @classmethod
+    def results(cls, function: Callable[..., Any], x: Arguments) -> Any:
+        """Of a function on arrays."""
+        arrays = {name: cls.array(each) for name, each in x.items() if isinstance(each, torch.Tensor)}
+        return function(**{**x, **arrays})
 
     @staticmethod
     def array(x: Tensor) -> Array:
@@ -105,29 +160,27 @@ class _Cpu:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype.kind == "V" else torch.from_numpy(x)
 
 
-def _place(arguments: Arguments) -> Any:
-    """Where the tensors are, all on one device."""
-    device = next(x.device for x in arguments.values() if isinstance(x, torch.Tensor))
-    return _Cpu if device.type == "cpu" else _Gpu(_cupy(f"the tensors are on {device}"), device)
+def _place(device: Any) -> Any:
+    """Where tensors of a device are."""
+    return _Cpu if device.type == "cpu" else _Gpu(_cupy("the tensors are on a GPU"), device)
 
 
-def _shared(arguments: Arguments, place: Any) -> Arguments:
-    """Arguments as functions on arrays take them."""
-    shared = dict(arguments)
-    for name, x in arguments.items():
-        if isinstance(x, torch.Tensor):
-            shared[name] = place.array(x)
-        elif isinstance(x, torch.dtype):
-            shared[name] = _numpy_dtype(x)
-    return shared
+def _run(function: Callable[..., Any], x: Arguments, like: Tensor) -> tuple[Tensor, ...]:
+    """What a function on arrays gives for tensors: `like` is one of them."""
+    place = _place(like.device)
+    found = place.results(function, x)
+    if not isinstance(found, tuple):
+        found = (found,)
+    first = () if x.get("out") is None else (x["out"],)
+    return (*first, *[each if each is None else place.tensor(each) for each in found[len(first) :]])
 
 
 _ITEMS = {getattr(torch, name): name for name in (*_arrays.ITEM_CODE, "bool", "int32", "int64")}
 
 
 @cache
-def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
-    return _dtype(_ITEMS[dtype])
+def _numpy_dtype(dtype: Any) -> Any:
+    return None if dtype is None else _dtype(_ITEMS[dtype])
 
 
 def _torch_dtype(dtype: Any) -> Any:
@@ -137,11 +190,31 @@ def _torch_dtype(dtype: Any) -> Any:
     return getattr(torch, dtype if isinstance(dtype, str) else np.dtype(dtype).name)
 
 
+_cached_torch_dtype = cache(_torch_dtype)  # not for what torch.compile follows
+
+
 def _accumulation(dtype: Any) -> Any:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 # --- operators ---------------------------------------------------------------------------------------------------
+
+_PLAIN_KEYS = "CPU CUDA AutogradCPU AutogradCUDA AutocastCPU AutocastCUDA ADInplaceOrView BackendSelect"
+_PLAIN = reduce(operator.or_, (DispatchKeySet(getattr(DispatchKey, key)) for key in _PLAIN_KEYS.split())).raw_repr()
+
+
+def _is_plain(tensors: list[Tensor]) -> bool:
+    """Whether torch's dispatcher, which takes longer than a call, would find nothing to do but autograd.
+
+    There is no compiler, mode, transform, tracer or profiler, and tensors are as any other: no subclasses, no fakes, no
+    lazily conjugated views.
+    """
+    if torch.compiler.is_compiling() or _profiler_enabled() or has_torch_function(tensors):
+        return False
+    keys = _dispatch_tls_local_include_set().raw_repr()
+    for x in tensors:
+        keys |= _dispatch_keys(x).raw_repr()
+    return not keys & ~_PLAIN
 
 
 class _Operator:
@@ -152,32 +225,46 @@ class _Operator:
         name: str,
         arguments: str,
         results: str,
-        kernel: Callable[[Arguments], Any],
-        fake: Callable[[Arguments], Any],
+        kernel: Callable[[Arguments], list[Tensor]],
+        fake: Callable[[Arguments], list[Tensor]],
     ) -> None:
+        """Kernels give None for what is not wanted; for the registered operator that is an empty tensor."""
+
+        def presented(x: Arguments, found: list[Tensor]) -> Any:
+            found = [_empty(x) if each is None else each for each in found]
+            return found if results == "Tensor[]" else _packed(found)
+
         each = [argument.split() for argument in arguments.split(", ")]
         self.names = [argument[-1] for argument in each]
-        self._changed = [argument[-1] for argument in each if "!" in argument[0]]
+        self._tensors = [argument[-1] for argument in each if argument[0].startswith("Tensor")]
+        self.changed = [argument[-1] for argument in each if "!" in argument[0]]
         self._kernel = kernel
         # Not torch.library.custom_op, whose checks cost more than a call, and which imports the compiler.
         self.name = f"cuscan::{name}"
         torch.library.define(self.name, f"({arguments}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(self.name, ("cpu", "cuda"), self._run)
-        torch.library.register_fake(self.name, lambda *given: fake(self._named(given)))
+        torch.library.impl(self.name, ("cpu", "cuda"), lambda *given: presented(x := self._named(given), self._run(x)))
+        torch.library.register_fake(self.name, lambda *given: presented(x := self._named(given), fake(x)))
         self.registered = getattr(torch.ops.cuscan, name).default
 
-    def _run(self, *given: Any) -> Any:
-        x = self._named(given)
-        for name in self._changed:
+    def _run(self, x: Arguments) -> list[Tensor]:
+        for name in self.changed:
             torch.autograd.graph.increment_version(x[name])
         return self._kernel(x)
 
     def _named(self, given: Sequence[Any]) -> Arguments:
         return dict(zip(self.names, given, strict=True))
 
-    def __call__(self, arguments: Arguments) -> Any:
-        """Call it with those of the arguments that it has."""
-        return self.registered(*[arguments[name] for name in self.names])
+    def __call__(self, arguments: Arguments) -> list[Tensor]:
+        """Its results for those of the arguments that it has."""
+        x = {name: arguments[name] for name in self.names}
+        tensors = [x[name] for name in self._tensors if x[name] is not None]
+        if not _is_plain(tensors):
+            found = self.registered(*x.values())
+        elif _needs_gradient(tensors):
+            found = self._differentiable.apply(*x.values())
+        else:
+            return self._run(x)
+        return [found] if isinstance(found, torch.Tensor) else list(found or ())
 
     def differentiate(self, save: Callable[..., Arguments], back: Callable[..., Arguments]) -> None:
         """Register a gradient.
@@ -186,9 +273,9 @@ class _Operator:
         arguments.
         """
 
-        def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-            saved = save(ctx, self._named(inputs), output)
-            tensors = {name: x for name, x in saved.items() if isinstance(x, torch.Tensor)}
+        def remember(ctx: Any, x: Arguments, results: Any) -> None:
+            saved = save(ctx, x, results)
+            tensors = {name: x for name, x in saved.items() if x is not None and isinstance(x, torch.Tensor)}
             ctx.names, ctx.others = tuple(tensors), {name: x for name, x in saved.items() if name not in tensors}
             ctx.save_for_backward(*tensors.values())
             ctx.set_materialize_grads(False)
@@ -198,6 +285,17 @@ class _Operator:
             found = {} if all(x is None for x in gradients) else back(saved, *gradients)
             return tuple(found.get(name) for name in self.names)
 
+        def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+            remember(ctx, self._named(inputs), output)
+
+        def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+            x = self._named(given)
+            found = tuple(self._run(x))
+            remember(ctx, x, found)
+            return found
+
+        functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        self._differentiable: Any = type(self.name, (torch.autograd.Function,), functions)
         torch.library.register_autograd(self.name, backward, setup_context=setup_context)
 
 
@@ -212,39 +310,38 @@ class _Scan:
         function: Callable[..., Any],
         sizes: Callable[[Arguments], list[tuple[Sequence[int], Any]]],
     ) -> None:
-        """The function has one result, and one more for each of the flags that is set; `sizes` are shapes and dtypes.
+        """The function has a result, and one more for each of the flags that is set; `sizes` are shapes and dtypes."""
 
-        The operators always have as many results: one that is not wanted is an empty tensor.
-        """
+        def kernel(x: Arguments) -> list[Tensor]:
+            first, *others = _run(function, {**x, "out_dtype": _numpy_dtype(x["out_dtype"])}, _like(x))
+            rest = iter(others)
+            return ([] if "out" in x else [first]) + [next(rest) if x[flag] else None for flag in flags]
 
-        def kernel(x: Arguments) -> Any:
-            place = _place(x)
-            with place.current():
-                found = function(**_shared(x, place))
-                first, *others = found if any(x[flag] for flag in flags) else (found,)
-                rest: Iterator[Array] = iter(others)
-                made = [] if "out" in x else [place.tensor(first)]
-                return _packed(made + [place.tensor(next(rest)) if x[flag] else _empty(x) for flag in flags])
-
-        def fake(x: Arguments) -> Any:
+        def fake(x: Arguments) -> list[Tensor]:
             wanted = [True, *(x[flag] for flag in flags)]
-            made = [_empty(x, *size) if each else _empty(x) for size, each in zip(sizes(x), wanted, strict=True)]
-            return _packed(made[1:] if "out" in x else made)
+            made = [_empty(x, *size) if each else None for size, each in zip(sizes(x), wanted, strict=True)]
+            return made[1:] if "out" in x else made
 
         arguments = ", ".join([arguments, "ScalarType? out_dtype", *(f"bool {flag}" for flag in flags)])
         results = ["Tensor"] * (1 + len(flags))
         self.fresh = _Operator(name, arguments, _listed(results), kernel, fake)
         self.given = _Operator(f"{name}_out", f"Tensor(z!) out, {arguments}", _listed(results[1:]), kernel, fake)
-        self._flags = flags
+        self._flags, self._function = flags, function
 
-    def __call__(self, x: Arguments, **more: Any) -> Any:
-        """What the function returns for these arguments; the operators get `more` instead of some of them."""
-        out = x["out"]
-        if out is not None and _needs_gradient(*x.values()):
+    def __call__(self, x: Arguments, tensors: list[Tensor]) -> Any:
+        """What the function returns for these arguments, of which these are tensors."""
+        out, differentiable = x["out"], _needs_gradient(tensors)
+        if not differentiable and _is_plain(tensors):
+            for name in self.given.changed if out is not None else self.fresh.changed:
+                torch.autograd.graph.increment_version(x[name])
+            if x["out_dtype"] is not None:
+                x["out_dtype"] = _numpy_dtype(_torch_dtype(x["out_dtype"]))
+            results = _run(self._function, x, tensors[0])
+            return results if len(results) > 1 else results[0]
+        if out is not None and differentiable:
             raise RuntimeError("out= has no gradient, but one of the tensors requires one: call it in torch.no_grad()")
-        operator = self.fresh if out is None else self.given
-        found = operator({**x, **more, "out_dtype": _torch_dtype(x["out_dtype"])})
-        found = [found] if isinstance(found, torch.Tensor) else list(found or ())
+        more = {"out_dtype": _torch_dtype(x["out_dtype"]), "return_states": differentiable or x.get("return_states")}
+        found = (self.fresh if out is None else self.given)({**x, **more})
         if out is not None:
             found.insert(0, out)
         wanted = [True, *(x[flag] for flag in self._flags)]
@@ -261,23 +358,30 @@ def _listed(results: list[str]) -> str:
 
 
 def _empty(x: Arguments, shape: Sequence[int] = (0,), dtype: Any = None) -> Tensor:
-    like = next(value for value in x.values() if isinstance(value, torch.Tensor))
-    return like.new_empty(shape, dtype=dtype)
+    return _like(x).new_empty(shape, dtype=dtype)
+
+
+def _like(x: Arguments) -> Tensor:
+    """A tensor of the call."""
+    for value in x.values():
+        if isinstance(value, torch.Tensor):
+            return value
+    raise TypeError("a call of no tensors")
 
 
 def _gradients(
     name: str,
     arguments: str,
     function: Callable[..., Any],
+    fields: Sequence[str],
     sizes: Callable[[Arguments], dict[str, tuple[Sequence[int], Any]]],
 ) -> _Operator:
     """The operator cuscan::`name`_vjp, whose results are the gradients that `sizes` gives shapes and dtypes of."""
 
     def kernel(x: Arguments) -> list[Tensor]:
-        place = _place(x)
-        with place.current():
-            found = function(**_shared(x, place))._asdict()
-            return [place.tensor(found[each]) for each in sizes(x)]
+        found = _run(function, {**x, "grad_dtype": _numpy_dtype(x["grad_dtype"])}, _like(x))
+        by_name = dict(zip(fields, found, strict=True))
+        return [by_name[each] for each in sizes(x)]
 
     def fake(x: Arguments) -> list[Tensor]:
         wanted = x["grad_dtype"]
@@ -289,9 +393,9 @@ def _gradients(
     def refuse(*_: Any) -> Arguments:
         raise NotImplementedError(f"{name} has no second derivative, and a gradient of its gradient was asked for")
 
-    operator = _Operator(f"{name}_vjp", f"{arguments}, ScalarType? grad_dtype", "Tensor[]", kernel, fake)
-    operator.differentiate(lambda *_: {}, refuse)
-    return operator
+    made = _Operator(f"{name}_vjp", f"{arguments}, ScalarType? grad_dtype", "Tensor[]", kernel, fake)
+    made.differentiate(lambda *_: {}, refuse)
+    return made
 
 
 def _readable(x: Tensor, dtype: Any) -> Tensor:
@@ -304,9 +408,10 @@ def _readable(x: Tensor, dtype: Any) -> Tensor:
 _MARKS = "Tensor? mask, Tensor? reset, Tensor? cu_seqlens"
 
 
-def _check(required: Sequence[str], tensors: Arguments) -> None:
-    """Tensors all, on one device, of types that some argument may have."""
-    first = None
+def _check(required: Sequence[str], tensors: Arguments) -> list[Tensor]:
+    """Tensors all, on one device, of types that some argument may have; gives those that are there."""
+    first = device = None
+    given = []
     for name, x in tensors.items():
         if x is None and name not in required:
             continue
@@ -314,15 +419,20 @@ def _check(required: Sequence[str], tensors: Arguments) -> None:
             raise TypeError(f"{name} must be a torch.Tensor like the others, got {type(x).__name__}; nothing is moved")
         if x.dtype not in _ITEMS:
             raise TypeError(f"{name} must be of a type of {', '.join(_ITEMS.values())}, got {x.dtype}")
-        first = first or name
-        if x.device != tensors[first].device:
-            raise ValueError(
-                f"all tensors must be on one device, but {first} is on {tensors[first].device}, {name} on {x.device}"
-            )
+        if device is None:
+            first, device = name, x.device
+        if x.device != device:
+            raise ValueError(f"all tensors must be on one device, but {first} is on {device}, {name} on {x.device}")
+        given.append(x)
+    return given
 
 
-def _needs_gradient(*values: Any) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
+def _needs_gradient(tensors: list[Tensor]) -> bool:
+    if torch.is_grad_enabled():
+        for x in tensors:  # what any() of a generator would take as long for as all the rest
+            if x.requires_grad:
+                return True
+    return False
 
 
 def _autocast(like: Tensor) -> Any:
@@ -391,14 +501,14 @@ def linear_scan(
     gate, a = _apart(a)
     initial, h0 = _apart(h0)
     x = {"a": a, "b": b, "h0": h0, "mask": mask, "reset": reset, "cu_seqlens": cu_seqlens, "out": out}
-    _check(("a", "b") if gate is None else ("b",), x)
+    tensors = _check(("a", "b") if gate is None else ("b",), x)
     if _autocast(b) is not None:
         if a is not None:
             _cast(x, "a b", torch.promote_types(a.dtype, b.dtype))
         _cast(x, "h0", _accumulation(x["b"].dtype))
     x |= {"gate": gate, "initial": initial, "axis": axis, "reverse": _arrays.check_flag("reverse", reverse)}
     x |= {"return_last_state": _arrays.check_flag("return_last_state", return_last_state), "out_dtype": out_dtype}
-    return _LINEAR(x)
+    return _LINEAR(x, tensors)
 
 
 def linear_scan_vjp(
@@ -432,8 +542,14 @@ def _apart(x: Any) -> tuple[Any, Tensor]:
     return None, x
 
 
-def _joined(function: Callable[..., Any], gate: Any, initial: Any, x: Arguments) -> Any:
-    return function(**{**x, **({} if gate is None else {"a": gate}), **({} if initial is None else {"h0": initial})})
+def _joined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of arrays, with numbers as arguments of their own."""
+    function = inspect.unwrap(function)
+
+    def call(a: Any, h0: Any, gate: Any, initial: Any, **x: Any) -> Any:
+        return function(a=a if gate is None else gate, h0=h0 if initial is None else initial, **x)
+
+    return call
 
 
 def _linear_sizes(x: Arguments) -> list[tuple[Sequence[int], Any]]:
@@ -455,13 +571,14 @@ _LINEAR = _Scan(
     "linear_scan",
     f"Tensor? a, Tensor b, {_LINEAR_OPTIONS}",
     ("return_last_state",),
-    lambda gate, initial, **x: _joined(linear.linear_scan, gate, initial, x),
+    _joined(linear.linear_scan),
     _linear_sizes,
 )
 _LINEAR_VJP = _gradients(
     "linear_scan",
     f"Tensor? a, Tensor h, Tensor? grad_h, Tensor? grad_last_state, {_LINEAR_OPTIONS}",
-    lambda gate, initial, **x: _joined(linear_vjp.linear_scan_vjp, gate, initial, x),
+    _joined(linear_vjp.linear_scan_vjp),
+    linear_vjp.LinearGradients._fields,
     _linear_gradient_sizes,
 )
 
@@ -473,7 +590,7 @@ def _linear_gradients(x: Arguments) -> dict[str, Tensor]:
 
 def _save_linear(ctx: Any, x: Arguments, results: tuple[Tensor, Tensor]) -> Arguments:
     h, last = results
-    if not x["return_last_state"]:
+    if last is not None and not x["return_last_state"]:
         ctx.mark_non_differentiable(last)
     return {**x, "b": None, "h": h, "item": x["b"].dtype}
 
@@ -552,14 +669,14 @@ def selective_scan(
     """
     x = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias, "h0": h0}
     x |= {"mask": mask, "reset": reset, "cu_seqlens": cu_seqlens, "out": out}
-    _check(("u", "delta", "A", "B", "C"), x)
+    tensors = _check(("u", "delta", "A", "B", "C"), x)
     if (dtype := _autocast(u)) is not None:
         _cast(x, "u delta B C z", dtype)
         _cast(x, "A D delta_bias h0", torch.float32)
     x |= _selective_options(delta_softplus, reverse, delta_limit, layout)
     x |= {"return_last_state": _arrays.check_flag("return_last_state", return_last_state), "out_dtype": out_dtype}
     x["return_states"] = _arrays.check_flag("return_states", return_states)
-    return _SELECTIVE(x, return_states=return_states or (out is None and _needs_gradient(*x.values())))
+    return _SELECTIVE(x, tensors)
 
 
 def selective_scan_fn(
@@ -668,13 +785,14 @@ _SELECTIVE = _Scan(
     "selective_scan",
     _SELECTIVE_ARGUMENTS,
     ("return_last_state", "return_states"),
-    selective.selective_scan,
+    inspect.unwrap(selective.selective_scan),
     _selective_sizes,
 )
 _SELECTIVE_VJP = _gradients(
     "selective_scan",
     f"{_SELECTIVE_ARGUMENTS}, Tensor? grad_out, Tensor? grad_last_state, Tensor? states",
-    selective_vjp.selective_scan_vjp,
+    inspect.unwrap(selective_vjp.selective_scan_vjp),
+    selective_vjp.SelectiveGradients._fields,
     _selective_gradient_sizes,
 )
 
@@ -686,7 +804,8 @@ def _selective_gradients(x: Arguments) -> dict[str, Tensor]:
 
 def _save_selective(ctx: Any, x: Arguments, results: tuple[Tensor, ...]) -> Arguments:
     _, last, states = results
-    ctx.mark_non_differentiable(states, *(() if x["return_last_state"] else (last,)))
+    unwanted = None if x["return_last_state"] else last
+    ctx.mark_non_differentiable(*(each for each in (states, unwanted) if each is not None))
     return {**x, "states": states if x["return_states"] else None}
 
 
@@ -740,8 +859,8 @@ def selective_state_update(
     """
     given = {"state": state, "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
     given |= {"state_batch_indices": state_batch_indices, "out": out}
-    _check(("state", "x", "dt", "A", "B", "C"), given)
-    if _needs_gradient(*given.values()):
+    tensors = _check(("state", "x", "dt", "A", "B", "C"), given)
+    if _needs_gradient(tensors):
         raise RuntimeError(
             "selective_state_update has no gradient, but one of its tensors requires one: call it in torch.no_grad(), "
             "or selective_scan for one step, with the state as h0"
@@ -751,7 +870,7 @@ def selective_state_update(
         _cast(given, "A D dt_bias", torch.float32)
     given |= {"dt_softplus": _arrays.check_flag("dt_softplus", dt_softplus), "out_dtype": out_dtype}
     given["dt_limit"] = _arrays.check_limits("dt_limit", dt_limit)
-    return _UPDATE(given)
+    return _UPDATE(given, tensors)
 
 
 _UPDATE = _Scan(
@@ -759,6 +878,6 @@ _UPDATE = _Scan(
     "Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, "
     "bool dt_softplus, Tensor? state_batch_indices, float[]? dt_limit",
     (),
-    state_update.selective_state_update,
+    inspect.unwrap(state_update.selective_state_update),
     lambda given: [(given["x"].shape, given["out_dtype"] or given["x"].dtype)],
 )
