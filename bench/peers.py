@@ -7,6 +7,7 @@ workload's own check takes, or None). Conversions of inputs are outside the call
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -63,7 +64,9 @@ def peers(cupy: Any, load: Load, inputs: dict[str, Any]) -> Iterator[Peer]:
 def importable(module: str) -> bool:
     """Whether a module is there, and whatever it needs."""
     try:
-        importlib.import_module(module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what they say of themselves
+            importlib.import_module(module)
     except (ImportError, OSError, RuntimeError):
         return False
     return True

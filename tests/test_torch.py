@@ -534,7 +534,7 @@ def ways(x):
     yield plain(), {**x, "u": (x["u"] * 1j).conj().imag.detach()}, True
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning", "ignore:Warning. Profiler clears events")
 def test_the_dispatcher_is_asked_only_where_it_has_something_to_do(monkeypatch):
     """And gives the same."""
     operator, asked = interop._SELECTIVE.fresh, []
