@@ -20,14 +20,14 @@ from cuscan import _arrays, _source
 from cuscan._plan import DeviceLimits, selective_kinds
 from cuscan.testing import host
 
-# Kinds of selective_scan_vjp's kernels that a tier compiles for the CPU, by the names of their modules. All others are
-# of types and options that are here each with some other.
+# Kinds of selective_scan_vjp's kernels that the quick tier compiles for the CPU, by the names of their modules, and
+# those that the full one runs often.
 QUICK_BACKWARD = ("float32", "bfloat16 segmented")
-FULL_BACKWARD = (
-    *QUICK_BACKWARD, "float32 segmented", "float32 time", "float32 time segmented", "bfloat16", "bfloat16 time",
-    "bfloat16 time segmented", "float16 segmented", "float16 time segmented", "float64 segmented",
-    "float32 complex segmented", "float32 complex constant B constant C segmented", "bfloat16 complex segmented",
-    "float32 constant B segmented", "float32 constant C segmented", "float32 constant B constant C segmented",
+OFTEN_BACKWARD = (
+    *QUICK_BACKWARD, "float32 segmented", "float32 time", "float32 time segmented", "bfloat16 time",
+    "float16 time segmented", "float64 segmented", "float32 complex segmented", "bfloat16 complex segmented",
+    "float32 complex constant B constant C segmented", "float32 constant B segmented", "float32 constant C segmented",
+    "float32 constant B constant C segmented",
 )  # fmt: skip
 H200 = DeviceLimits(architecture=90, multiprocessors=132, shared_memory=227 * 1024)
 
@@ -139,11 +139,17 @@ class _CountingPlace(host.HostPlace):
 
 
 class _HostModules(host.HostModules):
-    """Compiles in the background what the tier may need."""
+    """Compiles in the background what the tier may need; what it runs often with optimisation."""
 
-    def __init__(self, sources, pool):
+    def __init__(self, sources, often, pool):
         super().__init__("checked")
-        self._compiled = {source.text: pool.submit(host.HostModule, source) for source in sources}
+        make, often = self._make, {source.text for source in often}
+
+        def mode(text):
+            return "checked" if text in often else "checked-O0"
+
+        self._make = lambda text: make(text, mode=mode(text))
+        self._compiled = {each.text: pool.submit(host.HostModule, each, mode(each.text)) for each in sources}
 
     def get_function(self, source, name):
         if source.text not in self._compiled:
@@ -224,22 +230,21 @@ def host_executor(request):
         pytest.skip(str(error))
     full = request.config.getoption("--full")
     every = _source.all_sources()
-    backward = [every[f"selective_scan_backward {name}"] for name in (FULL_BACKWARD if full else QUICK_BACKWARD)]
-    quick = [_source.marks_source(), _source.sum_source()]
+    often = [every[f"selective_scan_backward {name}"] for name in (OFTEN_BACKWARD if full else QUICK_BACKWARD)]
+    often += [_source.marks_source(), _source.sum_source()]
     for make in (_source.linear_source, _source.linear_backward_source):
-        quick += [make(item, segmented=s) for item in ("float32", "bfloat16") for s in (False, True)]
-    quick += [
+        often += [make(item, segmented=s) for item in ("float32", "bfloat16") for s in (False, True)]
+    often += [
         _source.selective_source(kind)
         for kind in selective_kinds()
         if kind.item == "bfloat16" and not kind.complex and kind.time_B and kind.time_C
     ]
-    forward = [source for name, source in every.items() if not name.startswith("selective_scan_backward")]
-    sources = (forward if full else quick) + backward
+    sources = list(every.values()) if full else often
     # Processes of pytest-xdist share what is compiled: each begins at another place, and finds the rest done.
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     begin = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) * len(sources) // processes
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // processes)) as pool:
-        yield HostExecutor(_HostModules(sources[begin:] + sources[:begin], pool), every_type=full)
+        yield HostExecutor(_HostModules(sources[begin:] + sources[:begin], often, pool), every_type=full)
         pool.shutdown(cancel_futures=True)
 
 

@@ -255,8 +255,8 @@ class TrimmedModules(HostModules):
 
 def executor(order, seed=0):
     """A `Host` that compiles only what it runs."""
-    made = Host("checked", order, seed)
-    made.__dict__["modules"] = TrimmedModules("checked", order=order, seed=seed, timeout=20)
+    made = Host("checked-O0", order, seed)
+    made.__dict__["modules"] = TrimmedModules("checked-O0", order=order, seed=seed, timeout=20)
     return made
 
 
@@ -326,7 +326,6 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=FILES, nargs="*", default=FILES, help="the record keeps the other files")
     options = parser.parse_args()
-    _build._MODES = {**_build._MODES, "checked": ("-O0", *_build._CHECKED[1:])}
     os.environ["CUSCAN_CACHE_DIR"] = cache = tempfile.mkdtemp()
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {"files": {}}
     try:

@@ -12,10 +12,9 @@ import time
 import mutation
 import numpy as np
 import pytest
-from conftest import FULL_BACKWARD
 
 import cuscan
-from cuscan import __main__, _calls, _plan, _source, linear, reference, reference_vjp, selective
+from cuscan import __main__, _calls, _source, linear, reference, reference_vjp
 from cuscan.testing import Host, LinearProblem, Numpy, fuzz, host, problems
 
 try:
@@ -214,23 +213,9 @@ def test_a_fault_in_a_kernel_is_found(right, wrong, tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-def test_a_run_on_the_cpu_executor(monkeypatch):
-    drawn = fuzz.draw
-
-    def draw(seed, number):
-        """Instead of gradients whose kernels this tier does not compile the scan itself."""
-        problem = drawn(seed, number)
-        if problem.function is cuscan.selective_scan_vjp:
-            arguments = problem.arguments()
-            kind = selective.check_types(arguments)
-            kind = _plan.backward_kind(selective.oriented(kind, selective.views(arguments, problem.of.layout)["u"]))
-            if _source.backward_source(kind).text not in compiled:
-                return problem.of
-        return problem
-
-    modules = _source.all_sources()
-    compiled = {modules[f"selective_scan_backward {name}"].text for name in FULL_BACKWARD}
-    monkeypatch.setattr(fuzz, "draw", draw)
+def test_a_run_on_the_cpu_executor(host_executor, monkeypatch):
+    executor = host_executor  # whose kernels are compiled
+    monkeypatch.setitem(fuzz.EXECUTORS, "host", (lambda function, arguments: executor(function, **arguments),))
     assert fuzz.run(print, on="host", count=150, seed=0)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import FULL_BACKWARD, H200, QUICK_BACKWARD
+from conftest import H200, OFTEN_BACKWARD, QUICK_BACKWARD
 
 import cuscan
 from cuscan import STATE_INTERVAL, SelectiveGradients, _source
@@ -129,11 +129,28 @@ def assert_same_bits(gradients, others, names=NAMES):
             np.testing.assert_array_equal(bits(x), bits(y), name)
 
 
-def test_kinds_are_modules_and_each_name_says_what_runs():
-    modules = _source.all_sources()
-    assert set(QUICK_BACKWARD) < set(KINDS) < set(FULL_BACKWARD)
-    for name in KINDS:
-        assert f"selective_scan_backward {name}" in modules
+MODULES = [name for name in _source.all_sources() if name.startswith("selective_scan_backward")]
+
+
+def test_kinds_are_modules_that_are_run_often():
+    assert set(KINDS) == set(OFTEN_BACKWARD)
+    assert {f"selective_scan_backward {name}" for name in KINDS} < set(MODULES)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODULES)
+def test_every_kernel(host_executor, monkeypatch, name):
+    words = name.split()[1:]
+    constant = "".join(following for word, following in itertools.pairwise(words) if word == "constant")
+    layout = "bdl" if "time" in words else "bld"
+    fields = {"dtype": words[0], "complex": "complex" in words, "constant": constant, "layout": layout}
+    run, get = set(), host_executor.modules.get_function
+    monkeypatch.setattr(host_executor.modules, "get_function", lambda text, name: run.add(name) or get(text, name))
+    check(
+        host_executor,
+        problem(1, 70, 5, 5, plans=CHUNKS[:2], **EXACT, **fields, **(MARKED if "segmented" in words else {})),
+    )
+    assert run >= set(_source.all_sources()[name].names)
 
 
 # values

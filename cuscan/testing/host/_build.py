@@ -25,14 +25,18 @@ _COMMON = (
 # Two libraries must not share a template's static shared array.
 _GCC = ("-fno-gnu-unique",)
 # -O1 keeps accesses where the text has them; loops must stay loops, since calls of memcpy are not checked.
-_CHECKED = (
-    "-O1", "-fsanitize=thread,alignment,bounds,integer-divide-by-zero", "-fno-tree-loop-distribute-patterns",
-)  # fmt: skip
+_CHECKED = ("-fsanitize=thread,alignment,bounds,integer-divide-by-zero", "-fno-tree-loop-distribute-patterns")
 _CHECKED_GCC = ("--param=tsan-distinguish-volatile=1",)
 _CHECKED_CLANG = ("-mllvm", "-tsan-distinguish-volatile=1")
-_MODES = {"fast": ("-O2",), "checked": _CHECKED, "coverage": ("-O0", "--coverage", "-DCUSCAN_COVERAGE")}
+_MODES = {
+    "fast": ("-O2",),
+    "checked": ("-O1", *_CHECKED),
+    "checked-O0": ("-O0", *_CHECKED),
+    "coverage": ("-O0", "--coverage", "-DCUSCAN_COVERAGE"),
+}
 # The runtime calls these if they are there, which alone does not take them out of libgcov.
-_LINK = {"fast": (), "checked": (), "coverage": ("--coverage", "-Wl,-u,__gcov_dump", "-Wl,-u,__gcov_reset")}
+_LINK: dict[str, tuple[str, ...]] = dict.fromkeys(_MODES, ())
+_LINK["coverage"] = ("--coverage", "-Wl,-u,__gcov_dump", "-Wl,-u,__gcov_reset")
 
 _DYNAMIC = re.compile(
     r"extern\s+__shared__\s+(?:(?:__align__|alignas)\s*\([^()]*\)\s*)?([\w:][\w:<>\s]*?)\s+(\w+)\s*\[\s*\]\s*;"
@@ -58,11 +62,16 @@ def compiler() -> tuple[str, str]:
     raise CompileError("no C++ compiler: install g++ or clang++, or set CXX")
 
 
+def is_checked(mode: str) -> bool:
+    """Whether accesses are looked at."""
+    return mode.startswith("checked")
+
+
 @functools.cache
 def _flags(mode: str) -> tuple[str, ...]:
     clang = "clang" in compiler()[1]
     flags = (*_COMMON, *(() if clang else _GCC), *_MODES[mode])
-    if mode == "checked":
+    if is_checked(mode):
         flags += _CHECKED_CLANG if clang else _CHECKED_GCC
     # Without the instruction, fmaf is exact still, in the C library and slowly.
     cpu = Path("/proc/cpuinfo")
@@ -106,13 +115,13 @@ def _runtime(mode: str) -> tuple[str, list[str]]:
     """The prelude's text, and the compiled runtime."""
     texts = {name: (_HERE / name).read_text() for name in _SOURCES}
     options = (*_COMMON, "-O2", "-c")
-    names = ["runtime.cpp", "checker.cpp"] if mode == "checked" else ["runtime.cpp"]
+    names = ["runtime.cpp", "checker.cpp"] if is_checked(mode) else ["runtime.cpp"]
     folder = _build("runtime", compiler()[1], texts, *options, *names)
     return texts["prelude.h"], [str(folder / name.replace(".cpp", ".o")) for name in names]
 
 
 def library(text: str, mode: str) -> Path:
-    """The shared library of a kernel text, ``mode`` one of fast, checked and coverage.
+    """The shared library of a kernel text, ``mode`` as in `HostModule`.
 
     Raises
     ------
