@@ -268,6 +268,8 @@ def try_mutant(mutant, to):
             lines = (folder / mutant.file).read_text().splitlines()
             lines[mutant.number - 1] = mutant.after
             (folder / mutant.file).write_text("\n".join(lines) + "\n")
+            for function in vars(_source).values():  # what importing the tests made of the right files
+                getattr(function, "cache_clear", lambda: None)()
             _source.folder = lambda: folder
         # Neither in the log of the caller: sanitizers write to it what they find.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
