@@ -72,9 +72,9 @@ def test_fresh_environment_with_numpy_alone(kind, archives, tmp_path):
 def test_import_is_quick_and_loads_no_framework():
     code = """
 import sys, time, numpy
-start = time.perf_counter()
+start = time.process_time()
 import cuscan
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print(seconds, *{"cupy", "jax", "torch", "ml_dtypes", "hypothesis", "scipy"} & sys.modules.keys())
 """
     attempts = [run(sys.executable, "-c", code, cwd=ROOT).split() for _ in range(3)]
