@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from . import ssm
 from ._arrays import Workspace
 from ._plan import STATE_INTERVAL
-from ._trace import trace
 from .linear import linear_scan
 from .linear_vjp import LinearGradients, linear_scan_vjp
 from .selective import selective_scan
@@ -18,6 +17,7 @@ from .selective_vjp import SelectiveGradients, selective_scan_vjp
 from .state_update import selective_state_update
 
 if TYPE_CHECKING:
+    from ._trace import trace
     from .diagnostics import diagnose
 
 __version__ = "0.1.0"
@@ -33,4 +33,8 @@ def __getattr__(name: str) -> Any:
         from .diagnostics import diagnose
 
         return diagnose
+    if name == "trace":
+        from ._trace import trace
+
+        return trace
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
