@@ -1226,3 +1226,5 @@ def check_all(modules):
         for state, groups, wide in itertools.product((16, 5, 257), (None, 2), ((), ("dt", "B", "small"))):
             wide = wide if item is BF16 else ()
             Case(6, 8, state, item=item, state_item=state_item, groups=groups, wide=wide).check(executor)
+    for options in (OPTIONS, ()):  # a lane of a team without states
+        Case(6, 8, 12, options=options).check(executor)
