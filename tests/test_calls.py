@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cuscan
-from cuscan import _arrays, _calls, _compile, _source, linear, selective, selective_vjp
+from cuscan import _arrays, _calls, _compile, _launch, _source, linear, selective, selective_vjp
 from cuscan._plan import DeviceLimits, Lanes, Schedule, forced
 
 BF16, F32 = ml_dtypes.bfloat16, np.float32
@@ -126,6 +126,7 @@ GRADIENTS = {
     "plain": (SAVED, {"schedule": Schedule.SERIAL}),
     "split": ({**SAVED, "h0": draw(2, 6, 4), "grad_last_state": draw(2, 6, 4), "reverse": True}, SPLIT),
     "rounded": ({**SAVED, "D": draw(6), "h0": draw(2, 6, 4), "z": draw(2, 47, 6), "grad_dtype": "float16"}, {}),
+    "slices": ({"states": draw(2, 1, 6, 20), "state": 20, "length": 21, "D": draw(6), "delta_bias": draw(6)}, {}),
     "states with strides": ({"states": lambda r: draw(2, 2, 4, 6)(r).transpose(0, 1, 3, 2)}, {}),
     "packed, without states": (
         {"dtype": BF16, "batch": 1, "cu_seqlens": offsets(47), "h0": draw(4, 6, 4), "reset": flags(1, 47)}, SPLIT
@@ -189,6 +190,16 @@ def test_out_at_other_addresses(executor, caches, function, make, more, plan, by
             assert results[0] is out
             same(results, expected)
     assert known(caches) == 1
+
+
+@pytest.mark.parametrize(("function", "make", "more", "plan"), CASES)
+def test_blocks_take_turns_where_a_grid_is_too_large(host_executor, caches, monkeypatch, function, make, more, plan):
+    arguments = placed(make(0, **more))
+    with forced(**plan):
+        expected = host_executor(function, **arguments)
+        caches[function.__name__]._ready.clear()
+        monkeypatch.setattr(_launch, "LARGEST_GRID", 1)
+        same(host_executor(function, **arguments), expected)
 
 
 def test_every_call_is_checked_for_what_overlaps(caches):
