@@ -99,7 +99,7 @@ class Rows:
             return result.T if linear is linear_scan else result
         complexes = np.iscomplexobj(self.A)
         if complexes and selective is selective_scan:  # which computes these in complex64
-            return _bounds_value(self._call(linear, _bounds.selective_scan, steps))
+            return self._call(linear, _bounds.selective_scan, steps).value[0]
         z = None if self.z is None else self.z[None, cut]
         couples = [x if self.p.arrays[name].ndim == 2 else x[None, cut] for name, x in (("B", self.B), ("C", self.C))]
         more |= {
@@ -209,10 +209,6 @@ class Rows:
 
 
 STATE_NARROW = "the state kept in bfloat16"
-
-
-def _bounds_value(scan: Any) -> Any:
-    return scan.value[0]
 
 
 def _wide(x: Array) -> Array:
