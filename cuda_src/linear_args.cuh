@@ -27,4 +27,8 @@ struct LinearArgs {
   const int* ids;                 // the sequence of each position; null if the rows are not packed. Where they are,
                                   // `time` of initial and last goes from sequence to sequence
   unsigned char* summary_resets;  // indexed like the other summaries
+  // In one pass, and else not read: scratch (linear_look_back.cuh), and how many pairs of its cells the launch clears,
+  // which does nothing else then.
+  char* cells;
+  long long cell_pairs;
 };

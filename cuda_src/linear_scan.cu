@@ -6,7 +6,8 @@
 //   rows   the lanes of a warp own 32 neighbouring rows and walk time, each thread kSteps steps at once.
 //          For rows that lie side by side in memory.
 //   time   the lanes of a warp own neighbouring packs of 16 bytes along time, each thread kRounds of them.
-//          For time that is contiguous, or for few rows.
+//          For time that is contiguous, or for few rows. A tile is loaded into shared memory while the one before it is
+//          worked on.
 //
 // In both, `row_warps` warps share a row and take it in tiles: each warp folds its part of the tile to one map, leaves
 // it in shared memory, and after a barrier applies its predecessors' maps to the state that enters the tile. One
@@ -16,58 +17,110 @@
 //
 // A long row is cut into chunks (split): the kernel run with kSummarise leaves each chunk's map in the summaries,
 // a linear_scan over the summaries makes summary_input[c] the state that leaves chunk c, and the kernel proper
-// starts chunk c from summary_input[c - 1]. Without split there is one chunk and no summary.
+// starts chunk c from summary_input[c - 1]. Without split there is one chunk and no summary. Or a long row is taken in
+// one pass (kOnePass): a chunk is then the tile of one block, which waits in shared memory while the block looks back
+// for the state that enters it (linear_look_back.cuh).
 //
 // A block has as many slots as row_warps fits into its warps. A slot owns one (chunk, 32 rows) or one (row, chunk) at a
 // time; a slot with nothing to do works on an empty chunk of the first one, and so takes part in every barrier.
 //
 // Position counts steps in the direction of the scan: in reverse the arrays come with their last step first and a
 // negative stride.
-#include "linear_tile.cuh"
+#include "linear_look_back.cuh"
+
+enum Part { kApply, kSummarise, kOnePass };
 
 // The one place where a step is formed. One that does not exist (the tail of a tile) or is masked is the identity, by
 // selection: whatever was read for it does not enter.
 template <class T, class S>
 __device__ __forceinline__ Affine<S> make_step(const LinearArgs& args, T gate, T input, bool counts) {
-  Affine<S> step = {args.gate.start ? S(widen(gate)) : constant_gate(args, S()), widen(input)};
+  Affine<S> step = {args.gate.start ? widen(gate) : constant_gate(args, S()), widen(input)};
   return counts ? step : Affine<S>::identity();
 }
 
 // --- rows ----------------------------------------------------------------------------------------------------
 
-// kSteps steps of one row as they came from memory. Two of these alternate, so that the loads of one are under way
+constexpr int kStepBytes = 64;  // of a thread's states in a tile
+
+// Some steps of one row as they came from memory. Two of these alternate, so that the loads of one are under way
 // while the other is worked on.
 template <class T>
 struct Steps {
-  static constexpr int kSteps = 32 / sizeof(typename Accumulated<T>::type);
-  T gate[kSteps], input[kSteps];
-  StepMarks word;  // where the first step's marks are
+  using S = typename Accumulated<T>::type;
+  static constexpr int kSteps = kStepBytes / sizeof(S) / (sizeof(S) == 16 ? 2 : 1);  // registers are few
+  T gates[kSteps], inputs[kSteps];
 
-  // Starts loading the first `steps` steps; `real`: is there a row for every lane, and for this one?
+  // Starts loading the first `steps` steps; `whole`: are they all of them, in every lane?
   __device__ __forceinline__ void start(const LinearArgs& args, const char* gate_at, const char* input_at, int steps,
-                                        bool all_real, bool real) {
-    if (all_real && steps == kSteps) {
+                                        bool whole) {
+    if (whole) {
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        if (args.gate.start) gate[s] = load_item<T>(gate_at + s * args.gate.time);
-        input[s] = load_item<T>(input_at + s * args.input.time);
+      for (int s = 0; s < kSteps; ++s, gate_at += args.gate.time, input_at += args.input.time) {
+        if (args.gate.start) gates[s] = load_item<T>(gate_at);
+        inputs[s] = load_item<T>(input_at);
       }
     } else {
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        if (real && s < steps && args.gate.start) gate[s] = load_item<T>(gate_at + s * args.gate.time);
-        if (real && s < steps) input[s] = load_item<T>(input_at + s * args.input.time);
+      for (int s = 0; s < kSteps; ++s, gate_at += args.gate.time, input_at += args.input.time) {
+        if (s < steps && args.gate.start) gates[s] = load_item<T>(gate_at);
+        if (s < steps) inputs[s] = load_item<T>(input_at);
       }
     }
   }
+  __device__ __forceinline__ T gate(const LinearArgs&, int s, int, bool) const { return gates[s]; }
+  __device__ __forceinline__ T input(int s, int, bool) const { return inputs[s]; }
 };
 
-template <class T, bool kSummarise, bool kSegmented>
-__device__ __forceinline__ void linear_rows(const LinearArgs& args) {
+// The same in the thread's own slots of shared memory, where they wait while the thread looks back.
+template <class T>
+struct StepSlots {
+  static constexpr int kSteps = Steps<T>::kSteps;
+  T* slots;  // this thread's first
+
+  static __device__ __forceinline__ int bytes() { return 2 * kSteps * blockDim.x * sizeof(T); }
+  __device__ __forceinline__ T* gate_slot(int s) const { return slots + s * blockDim.x; }
+  __device__ __forceinline__ T* input_slot(int s) const { return slots + (kSteps + s) * blockDim.x; }
+  __device__ __forceinline__ void start(const LinearArgs& args, const char* gate_at, const char* input_at, int steps,
+                                        bool whole) {
+    if constexpr (sizeof(T) < 4) {  // too small for asynchronous copies
+      Steps<T> loaded;
+      loaded.start(args, gate_at, input_at, steps, whole);
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s)
+        if (s < steps) {
+          if (args.gate.start) *gate_slot(s) = loaded.gates[s];
+          *input_slot(s) = loaded.inputs[s];
+        }
+    } else {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s, gate_at += args.gate.time, input_at += args.input.time)
+        if (whole || s < steps) {
+          if (args.gate.start) start_copy(gate_slot(s), gate_at);
+          start_copy(input_slot(s), input_at);
+        }
+    }
+  }
+  __device__ __forceinline__ T gate(const LinearArgs& args, int s, int steps, bool whole) const {
+    return args.gate.start && (whole || s < steps) ? *gate_slot(s) : T();
+  }
+  __device__ __forceinline__ T input(int s, int steps, bool whole) const {
+    return whole || s < steps ? *input_slot(s) : T();
+  }
+};
+
+// What a warp works on: its 32 rows of a chunk.
+struct RowsItem {
+  long long row, chunk, begin, end;
+  bool all_real, real;  // is there a row for every lane, and for this one? A lane beyond loads and stores nothing
+  LinearRow at;
+};
+
+template <class T, Part kPart, bool kSegmented>
+__device__ __forceinline__ void linear_rows(const LinearArgs& args, unsigned char* memory) {
   using S = typename Accumulated<T>::type;
   using Map = typename MapOf<S, kSegmented>::type;
   constexpr int kSteps = Steps<T>::kSteps;
-  __shared__ Map maps[2][kMostWarps][32];
+  __shared__ Map maps[kPart == kOnePass ? 3 : 2][kMostWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int slot = warp / args.row_warps, warp_in_row = warp % args.row_warps;
   const int slots = blockDim.x / 32 / args.row_warps;
@@ -75,53 +128,147 @@ __device__ __forceinline__ void linear_rows(const LinearArgs& args) {
   const long long tile = (long long)args.row_warps * kSteps;
   int parity = 0;
 
-  for (long long first = (long long)blockIdx.x * slots; first < items; first += (long long)gridDim.x * slots) {
-    const long long item = first + slot < items ? first + slot : 0;
+  auto item_of = [&](long long first) -> RowsItem {
     long long row_tile;
-    const long long chunk = divide(item, row_tiles, row_tile);
-    // A lane beyond the last row loads and stores nothing.
-    const bool all_real = first + slot < items && row_tile * 32 + 32 <= args.rows;
-    const bool real = first + slot < items && row_tile * 32 + lane < args.rows;
-    const long long row = real ? row_tile * 32 + lane : 0;
-    const long long begin = chunk * args.chunk;
-    const long long end = begin + args.chunk < args.length ? begin + args.chunk : args.length;
-    const LinearRow at = locate_row(args, row);
-    Carry<Map, kSummarise> carry;
-    if (!kSummarise && real) carry.state = entering_state<S, kSegmented>(args, at, row, chunk);
-
-    auto steps_at = [&](long long base) {
-      const long long left = end - base - (long long)warp_in_row * kSteps;
-      return left < 0 ? 0 : left < kSteps ? (int)left : kSteps;
-    };
-    const StepMarks* marks_row = reinterpret_cast<const StepMarks*>(at.marks);
-    auto start = [&](Steps<T>& steps, long long base) {
-      const long long position = base + (long long)warp_in_row * kSteps;
-      steps.start(args, at.gate + position * args.gate.time, at.input + position * args.input.time, steps_at(base),
-                  all_real, real);
-      if (kSegmented && steps_at(base) > 0) steps.word = marks_row[position / kMarkSteps];
-    };
-    // A sequence that starts from its h0 takes that into its first step, and forgets the rest.
-    auto step_of = [&](const Steps<T>& raw, const StepMarks& marks, long long position, int s, int steps) -> Map {
-      const bool counts = s < steps && !(kSegmented && marks.masked >> s & 1);
-      Affine<S> step = make_step<T, S>(args, raw.gate[s], raw.input[s], counts);
-      if constexpr (kSegmented) {
-        if (marks.starts >> s & 1) step.input = apply(step, sequence_initial<S>(args, at, position + s));
-        return {step.gate, step.input, (marks.resets | marks.starts) >> s & 1};
-      } else {
-        if (s == 0 && position == 0 && !args.initial.start) step.gate = Scalar<S>::zero();
-        return step;
-      }
-    };
-    auto process = [&](const Steps<T>& raw, long long base) {
-      const int steps = steps_at(base);
-      const long long position = base + (long long)warp_in_row * kSteps;
-      StepMarks marks;
-      if constexpr (kSegmented) marks = marks_from(raw.word, marks_row, position, steps);
-      S entering = carry.state;
-      if (args.row_warps > 1 || kSummarise) {
-        Map own = step_of(raw, marks, position, 0, steps);
+    RowsItem item;
+    item.chunk = divide(first + slot < items ? first + slot : 0, row_tiles, row_tile);
+    item.all_real = first + slot < items && row_tile * 32 + 32 <= args.rows;
+    item.real = first + slot < items && row_tile * 32 + lane < args.rows;
+    item.row = item.real ? row_tile * 32 + lane : 0;
+    item.begin = item.chunk * args.chunk;
+    item.end = item.begin + args.chunk < args.length ? item.begin + args.chunk : args.length;
+    item.at = locate_row(args, item.row);
+    return item;
+  };
+  // How many of the thread's steps exist in the tile that begins at `base`.
+  auto steps_at = [&](const RowsItem& item, long long base) {
+    const long long left = item.end - base - (long long)warp_in_row * kSteps;
+    return !item.real || left < 0 ? 0 : left < kSteps ? (int)left : kSteps;
+  };
+  auto start = [&](auto&& raw, const RowsItem& item, long long base) {
+    const long long position = base + (long long)warp_in_row * kSteps;
+    const int steps = steps_at(item, base);
+    raw.start(args, item.at.gate + position * args.gate.time, item.at.input + position * args.input.time, steps,
+              item.all_real && steps == kSteps);
+  };
+  // A sequence that starts from its h0 takes that into its first step, and forgets the rest.
+  auto step_of = [&](const auto& raw, const RowsItem& item, const StepMarks& marks, long long position, int steps,
+                     int s, auto tag) -> Map {
+    const bool kWhole = tag.value;
+    const bool counts = kWhole || (s < steps && !(kSegmented && marks.masked >> s & 1));
+    Affine<S> step = make_step<T, S>(args, raw.gate(args, s, steps, kWhole), raw.input(s, steps, kWhole), counts);
+    if constexpr (kSegmented) {
+      if (marks.starts >> s & 1) step.input = apply(step, sequence_initial<S>(args, item.at, position + s));
+      return {step.gate, step.input, (marks.resets | marks.starts) >> s & 1};
+    } else {
+      if (s == 0 && position == 0 && !args.initial.start) step.gate = Scalar<S>::zero();
+      return step;
+    }
+  };
+  auto look = [&](const RowsItem& item, long long position, int steps) -> StepMarks {
+    if (!kSegmented) return {0, 0, 0, 0};
+    return marks_of(reinterpret_cast<const StepMarks*>(item.at.marks), position, steps);
+  };
+  auto fold = [&](const auto& raw, const RowsItem& item, long long base) -> Map {
+    const int steps = steps_at(item, base);
+    const long long position = base + (long long)warp_in_row * kSteps;
+    const StepMarks marks = look(item, position, steps);
+    auto fold_steps = [&](auto tag) -> Map {
+      Map own = step_of(raw, item, marks, position, steps, 0, tag);
 #pragma unroll
-        for (int s = 1; s < kSteps; ++s) own = combine(own, step_of(raw, marks, position, s, steps));
+      for (int s = 1; s < kSteps; ++s) own = combine(own, step_of(raw, item, marks, position, steps, s, tag));
+      return own;
+    };
+    return item.all_real && steps == kSteps && !kSegmented ? fold_steps(Whole()) : fold_steps(Partial());
+  };
+  // Applies the steps to the state that enters them, and gives the one that leaves.
+  auto finish = [&](const auto& raw, const RowsItem& item, long long base, S entering) -> S {
+    const LinearRow& at = item.at;
+    const int steps = steps_at(item, base);
+    const long long position = base + (long long)warp_in_row * kSteps;
+    const StepMarks marks = look(item, position, steps);
+    char* to = at.output + position * args.output.time;
+    if (item.all_real && steps == kSteps && !kSegmented && args.output_code == kItemCode<T>) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s, to += args.output.time) {
+        entering = apply(step_of(raw, item, marks, position, steps, s, Whole()), entering);
+        narrow(entering, *reinterpret_cast<T*>(to));
+      }
+    } else {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s, to += args.output.time) {
+        entering = apply(step_of(raw, item, marks, position, steps, s, Partial()), entering);
+        if (kSegmented && args.last.start && marks.ends >> s & 1) store_sequence_last(args, at, position + s, entering);
+        if (s < steps) store_as(to, args.output_code, entering);
+      }
+    }
+    // The identity steps of a tail leave the state as it is, so this is h[length - 1] to the bit.
+    if (args.last.start && !(kSegmented && args.ids) && steps > 0 && item.end == args.length &&
+        position + kSteps >= item.end)
+      *reinterpret_cast<S*>(at.last) = entering;
+    return entering;
+  };
+
+  if constexpr (kPart == kOnePass) {
+    if (args.cell_pairs > 0) return clear_cells(args);
+    // As in linear_time, see there. `folds` are of the maps that each warp looks at.
+    __shared__ Map folds[kMostWarps][32];
+    __shared__ long long ticket;
+    const LookBack<Map, true> look_back(args);
+    auto stage_of = [&](int number) -> StepSlots<T> {
+      return {reinterpret_cast<T*>(memory + number * StepSlots<T>::bytes()) + threadIdx.x};
+    };
+    // `now` is folded and published, the loads of `next` are under way.
+    long long now = items, next = first_ticket(args);
+    int stage = 0;  // of next
+    if (next < items) {
+      const RowsItem item = item_of(next);
+      start(stage_of(stage), item, item.begin);
+    }
+    while (now < items || next < items) {
+      wait_for_copies();
+      if (threadIdx.x == 0) ticket = take_ticket(args);
+      {
+        const RowsItem item = item_of(next);
+        maps[stage][warp][lane] = fold(stage_of(stage), item, item.begin);
+        __syncthreads();
+        if (warp == 0 && item.real)
+          look_back.publish(item.row, item.chunk, fold_of(&maps[stage][0][lane], 32, args.row_warps));
+      }
+      const long long later = ticket;
+      if (later < items) {
+        const RowsItem item = item_of(later);
+        start(stage_of((stage + 1) % 3), item, item.begin);
+      }
+      const int stage_now = (stage + 2) % 3;
+      const RowsItem item = item_of(now);
+      const int before = (int)(item.chunk % look_back.group);
+      Carry<Map, false> entering;
+      if (item.real) {
+        Arriving<S> arriving = {};
+        if (item.chunk < look_back.group) entering.state = entering_state<S, kSegmented>(args, item.at, item.row, 0);
+        if (warp * kLooks < before)
+          folds[warp][lane] = look_back.maps_before(item.row, item.chunk, warp * kLooks, arriving);
+        if (item.chunk >= look_back.group) entering.state = look_back.state_before(item.row, item.chunk, arriving);
+      }
+      __syncthreads();
+      if (item.real)
+        for (int w = 0; w * kLooks < before; ++w) entering.add(folds[w][lane]);
+      if (now < items) {
+        const S state = entering.add_all(&maps[stage_now][0][lane], 32, args.row_warps, warp);
+        if (warp == 0 && item.real) look_back.publish_state(item.row, item.chunk, entering.state);
+        finish(stage_of(stage_now), item, item.begin, state);
+      }
+      now = next;
+      next = later;
+      stage = (stage + 1) % 3;
+    }
+  } else {
+    Carry<Map, kPart == kSummarise> carry;
+    auto process = [&](const Steps<T>& raw, const RowsItem& item, long long base) {
+      S entering = carry.state;
+      if (args.row_warps > 1 || kPart == kSummarise) {
+        const Map own = fold(raw, item, base);
         if (args.row_warps > 1) {
           maps[parity][warp][lane] = own;
           __syncthreads();
@@ -131,164 +278,303 @@ __device__ __forceinline__ void linear_rows(const LinearArgs& args) {
           carry.add(own);
         }
       }
-      if (kSummarise) return;
-      S states[kSteps];
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) states[s] = entering = apply(step_of(raw, marks, position, s, steps), entering);
-      if (args.row_warps == 1) carry.state = entering;
-      // The identity steps of a tail leave the state as it is, so this is h[length - 1] to the bit.
-      if (args.last.start && !(kSegmented && args.ids) && real && steps > 0 && end == args.length &&
-          base + (long long)(warp_in_row + 1) * kSteps >= end)
-        *reinterpret_cast<S*>(at.last) = entering;
-      if (kSegmented && args.last.start && real && marks.ends) {
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s)
-          if (marks.ends >> s & 1) store_sequence_last(args, at, position + s, states[s]);
-      }
-      char* to = at.output + (base + (long long)warp_in_row * kSteps) * args.output.time;
-      if (args.output_code == kItemCode<T> && all_real && steps == kSteps) {
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s) narrow(states[s], *reinterpret_cast<T*>(to + s * args.output.time));
-      } else {
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s)
-          if (real && s < steps) store_as(to + s * args.output.time, args.output_code, states[s]);
-      }
+      if (kPart == kSummarise) return;
+      const S leaving = finish(raw, item, base, entering);
+      if (args.row_warps == 1) carry.state = leaving;
     };
-    Steps<T> even, odd;
-    start(even, begin);
-    // Every slot of the block takes the same number of tiles: as many as a whole chunk has.
-    for (long long base = begin; base < begin + args.chunk; base += 2 * tile) {
-      start(odd, base + tile);
-      process(even, base);
-      if (base + tile >= begin + args.chunk) break;
-      start(even, base + 2 * tile);
-      process(odd, base + tile);
+    for (long long first = (long long)blockIdx.x * slots; first < items; first += (long long)gridDim.x * slots) {
+      const RowsItem item = item_of(first);
+      carry = Carry<Map, kPart == kSummarise>();
+      if (kPart == kApply && item.real)
+        carry.state = entering_state<S, kSegmented>(args, item.at, item.row, item.chunk);
+      Steps<T> even, odd;
+      start(even, item, item.begin);
+      // Every slot of the block takes the same number of tiles: as many as a whole chunk has.
+      for (long long base = item.begin; base < item.begin + args.chunk; base += 2 * tile) {
+        start(odd, item, base + tile);
+        process(even, item, base);
+        if (base + tile >= item.begin + args.chunk) break;
+        start(even, item, base + 2 * tile);
+        process(odd, item, base + tile);
+      }
+      if (kPart == kSummarise && item.real && warp_in_row == 0) store_summary(args, item.row, item.chunk, carry.map);
     }
-    if (kSummarise && real && warp_in_row == 0) store_summary(args, row, chunk, carry.map);
   }
 }
 
 // --- time ----------------------------------------------------------------------------------------------------
 
-template <class T, bool kSummarise, bool kSegmented>
-__device__ __forceinline__ void linear_time(const LinearArgs& args) {
+// The maps of neighbouring steps.
+template <class Map, int kCount>
+struct Run {
+  Map map[kCount];
+};
+
+// A tile that a warp works on: the chunk of a row that is item `first` + slot of all, from `base` on.
+struct TimeTile {
+  long long first, row, chunk, base;
+};
+
+// A thread's part of it.
+struct TimeView {
+  LinearRow at;
+  long long position;  // of its first step
+  int left;            // of its steps those below this exist; the bound is more than it looks at
+  StepMarks marks;     // bit r * kItems + v
+  bool whole;          // is all of the warp's tile there, with nothing special about it?
+};
+
+template <class T, Part kPart, bool kSegmented>
+__device__ __forceinline__ void linear_time(const LinearArgs& args, unsigned char* memory) {
   using S = typename Accumulated<T>::type;
   using Map = typename MapOf<S, kSegmented>::type;
-  constexpr int kItems = Pack<T>::kItems, kApart = Packs<T>::kApart, kRounds = Packs<T>::kRounds;
-  __shared__ Map maps[2][kMostWarps];
+  using Slots = PackSlots<T>;
+  constexpr int kItems = Slots::kItems, kApart = Slots::kApart, kRounds = Slots::kRounds;
+  __shared__ Map maps[3][kMostWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int slot = warp / args.row_warps, warp_in_row = warp % args.row_warps;
   const int slots = blockDim.x / 32 / args.row_warps;
   const long long items = args.rows * args.chunks;
-  const long long tile = (long long)args.row_warps * kRounds * kApart;
+  const int step = args.row_warps * kRounds * kApart, offset = (warp_in_row * kRounds * 32 + lane) * kItems;
   int parity = 0;
+  Carry<Map, kPart == kSummarise> carry;
 
-  for (long long first = (long long)blockIdx.x * slots; first < items; first += (long long)gridDim.x * slots) {
-    const bool real = first + slot < items;
-    long long chunk;
-    const long long row = divide(real ? first + slot : 0, args.chunks, chunk);
-    const long long begin = chunk * args.chunk;
-    long long end = begin + args.chunk < args.length ? begin + args.chunk : args.length;
-    if (!real) end = begin;
-    const LinearRow at = locate_row(args, row);
-    Carry<Map, kSummarise> carry;
-    if (!kSummarise && real) carry.state = entering_state<S, kSegmented>(args, at, row, chunk);
-
-    for (long long base = begin; base < begin + args.chunk; base += tile, parity ^= 1) {
-      const long long position = base + (warp_in_row * kRounds * 32 + lane) * kItems;
-      // Of the steps from `position`, those below `left` exist; the bound is more than a thread looks at.
-      const int left = (int)(end - position < 2 * kRounds * kApart ? end - position : 2 * kRounds * kApart);
-      Packs<T> gates, inputs;
-      if (args.gate.start) gates.start(args.gate, at.gate + position * args.gate.time, left);
-      inputs.start(args.input, at.input + position * args.input.time, left);
-      StepMarks marks = {0, 0, 0, 0};  // bit r * kItems + v
-      if constexpr (kSegmented) {
-        // One look of the whole warp, together with the items, tells whether anything is special at all.
-        const StepMarks* row_marks = reinterpret_cast<const StepMarks*>(at.marks);
-        const long long word = (position - lane * kItems) / kMarkSteps + lane;
-        static_assert(kRounds * kApart / kMarkSteps + 1 <= 32, "a word a lane");
-        bool special = false;
-        if (word * kMarkSteps < end && lane <= kRounds * kApart / kMarkSteps) {
-          const StepMarks seen = row_marks[word];
-          special = seen.masked | seen.resets | seen.starts | seen.ends;
-        }
-        if (__any_sync(kFullMask, special)) {
+  auto tile_of = [&](long long first) -> TimeTile {
+    TimeTile tile = {first, 0, 0, 0};
+    const long long item = first + slot < items ? first + slot : 0;
+    if (kPart == kOnePass)
+      tile.chunk = divide(item, args.rows, tile.row);
+    else
+      tile.row = divide(item, args.chunks, tile.chunk);
+    tile.base = tile.chunk * args.chunk;
+    return tile;
+  };
+  auto end_of = [&](const TimeTile& tile) {
+    const long long end = tile.chunk * args.chunk + args.chunk;
+    return end < args.length ? end : args.length;
+  };
+  // Of the thread's steps those below this exist; a bound is more than it looks at.
+  auto left_at = [&](const TimeTile& tile) {
+    const long long left = tile.first + slot < items ? end_of(tile) - tile.base - offset : 0;
+    return left < 0 ? 0 : left < 2 * kRounds * kApart ? (int)left : 2 * kRounds * kApart;
+  };
+  auto start = [&](const TimeTile& tile, int stage) {
+    const LinearRow at = locate_row(args, tile.row);
+    const long long position = tile.base + offset;
+    const Slots packs(memory, stage);
+    if (args.gate.start) packs.start(0, args.gate, at.gate + position * args.gate.time, left_at(tile));
+    packs.start(1, args.input, at.input + position * args.input.time, left_at(tile));
+  };
+  // The tile after this: of the same chunk, of which every slot of the block takes as many as a whole one has, or the
+  // first of another.
+  auto after = [&](TimeTile tile) {
+    tile.base += step;
+    if (tile.base < tile.chunk * args.chunk + args.chunk) return tile;
+    return tile_of(tile.first + (long long)gridDim.x * slots);
+  };
+  auto view_of = [&](const TimeTile& tile) -> TimeView {
+    const long long first = tile.base + offset - lane * kItems;  // of the warp
+    const bool real = tile.first + slot < items;
+    TimeView view = {locate_row(args, tile.row), tile.base + offset, left_at(tile), {0, 0, 0, 0}, false};
+    view.whole =
+        real && end_of(tile) - first >= kRounds * kApart && args.input.packs && (args.gate.packs || !args.gate.start);
+    if constexpr (kSegmented) {
+      // One look of the whole warp tells whether anything is special at all.
+      const StepMarks* row_marks = reinterpret_cast<const StepMarks*>(view.at.marks);
+      const long long word = first / kMarkSteps + lane;
+      static_assert(kRounds * kApart / kMarkSteps + 1 <= 32, "a word a lane");
+      bool special = false;
+      if (real && word * kMarkSteps < end_of(tile) && lane <= kRounds * kApart / kMarkSteps) {
+        const StepMarks seen = row_marks[word];
+        special = seen.masked | seen.resets | seen.starts | seen.ends;
+      }
+      if (__any_sync(kFullMask, special)) {
+        view.whole = false;
 #pragma unroll 1
-          for (int r = 0; r < kRounds; ++r) {
-            const int steps = left - r * kApart < kItems ? left - r * kApart : kItems;
-            const StepMarks of_pack = marks_of(row_marks, position + r * kApart, steps);
-            marks.masked |= of_pack.masked << r * kItems;
-            marks.resets |= of_pack.resets << r * kItems;
-            marks.starts |= of_pack.starts << r * kItems;
-            marks.ends |= of_pack.ends << r * kItems;
-          }
+        for (int r = 0; r < kRounds; ++r) {
+          const int steps = view.left - r * kApart < kItems ? view.left - r * kApart : kItems;
+          const StepMarks of_pack = marks_of(row_marks, view.position + r * kApart, steps);
+          view.marks.masked |= of_pack.masked << r * kItems;
+          view.marks.resets |= of_pack.resets << r * kItems;
+          view.marks.starts |= of_pack.starts << r * kItems;
+          view.marks.ends |= of_pack.ends << r * kItems;
         }
       }
-      if (args.gate.start) gates.settle(args.gate, left);
-      inputs.settle(args.input, left);
-
-      Affine<S> step[kRounds][kItems];
-      Map before[kRounds], total[kRounds], warp_map;
-      auto map_of = [&](int r, int v) -> Map {
-        if constexpr (kSegmented)
-          return {step[r][v].gate, step[r][v].input, (marks.resets | marks.starts) >> (r * kItems + v) & 1};
-        else
-          return step[r][v];
-      };
+    }
+    return view;
+  };
+  // The maps of a pack's steps.
+  auto maps_of = [&](const TimeView& view, const Slots& packs, int r, auto tag) -> Run<Map, kItems> {
+    const bool kWhole = tag.value;
+    const StepMarks& marks = view.marks;
+    Run<Map, kItems> run;
+    Pack<T> gates, inputs;
+    if (args.gate.start) gates = packs.read(tag, 0, args.gate, r, view.left);
+    inputs = packs.read(tag, 1, args.input, r, view.left);
 #pragma unroll
-      for (int r = 0; r < kRounds; ++r) {
-        Map own;
-#pragma unroll
-        for (int v = 0; v < kItems; ++v) {
-          const long long here = position + r * kApart + v;
-          const bool counts = r * kApart + v < left && !(kSegmented && marks.masked >> (r * kItems + v) & 1);
-          step[r][v] = make_step<T, S>(args, gates.pack[r].item[v], inputs.pack[r].item[v], counts);
-          if (!kSegmented && r == 0 && v == 0 && position == 0 && !args.initial.start)
-            step[r][v].gate = Scalar<S>::zero();
-          if (kSegmented && marks.starts >> (r * kItems + v) & 1)
-            step[r][v].input = apply(step[r][v], sequence_initial<S>(args, at, here));
-          own = v == 0 ? map_of(r, v) : combine(own, map_of(r, v));
-        }
-        const Map inclusive = warp_inclusive_scan(own, lane);
-        before[r] = from_lane_below(inclusive, 1);
-        total[r] = from_lane(inclusive, 31);
-        warp_map = r == 0 ? total[r] : combine(warp_map, total[r]);
-      }
-      S entering = carry.state;
-      if (args.row_warps > 1) {
-        if (lane == 0) maps[parity][warp] = warp_map;
-        __syncthreads();
-        entering = carry.add_all(&maps[parity][slot * args.row_warps], 1, args.row_warps, warp_in_row);
+    for (int v = 0; v < kItems; ++v) {
+      const int bit = r * kItems + v;
+      const bool counts = kWhole || (r * kApart + v < view.left && !(kSegmented && marks.masked >> bit & 1));
+      Affine<S> own = make_step<T, S>(args, gates.item[v], inputs.item[v], counts);
+      if constexpr (kSegmented) {
+        if (!kWhole && marks.starts >> bit & 1)
+          own.input = apply(own, sequence_initial<S>(args, view.at, view.position + r * kApart + v));
+        run.map[v] = {own.gate, own.input, kWhole ? 0 : (marks.resets | marks.starts) >> bit & 1};
       } else {
-        carry.add(warp_map);
+        if (r == 0 && v == 0 && view.position == 0 && !args.initial.start) own.gate = Scalar<S>::zero();
+        run.map[v] = own;
       }
-      if (kSummarise) continue;
-      S state[kRounds][kItems];
+    }
+    return run;
+  };
+  // Folds a tile: in each round the packs up to the lane's own, and the whole part of the warp.
+  auto fold = [&](const TimeView& view, int stage, Run<Map, kRounds>& inclusive) -> Map {
+    const Slots packs(memory, stage);
+    auto fold_packs = [&](auto tag) {
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
-        S running = lane == 0 ? entering : apply(before[r], entering);
+        const Run<Map, kItems> run = maps_of(view, packs, r, tag);
+        inclusive.map[r] = run.map[0];
 #pragma unroll
-        for (int v = 0; v < kItems; ++v) state[r][v] = running = apply(map_of(r, v), running);
-        entering = apply(total[r], entering);
+        for (int v = 1; v < kItems; ++v) inclusive.map[r] = combine(inclusive.map[r], run.map[v]);
       }
-      store_packs<T>(args.output, args.output_code, at.output + position * args.output.time, left, state);
-      if (args.last.start && !(kSegmented && args.ids) && end == args.length && base + tile >= end) {
+    };
+    if (view.whole)
+      fold_packs(Whole());
+    else
+      fold_packs(Partial());
+    Map warp_map;
 #pragma unroll
-        for (int r = 0; r < kRounds; ++r)
+    for (int r = 0; r < kRounds; ++r) {
+      inclusive.map[r] = warp_inclusive_scan(inclusive.map[r], lane);
+      const Map total = from_lane(inclusive.map[r], 31);
+      warp_map = r == 0 ? total : combine(warp_map, total);
+    }
+    return warp_map;
+  };
+  // Applies it to the state that enters the warp's part.
+  auto finish = [&](const TimeTile& tile, const TimeView& view, int stage, const Run<Map, kRounds>& inclusive,
+                    S entering) {
+    const LinearRow& at = view.at;
+    const long long position = view.position;
+    const bool ends = end_of(tile) == args.length;
+    const int left = view.left;
+    const StepMarks& marks = view.marks;
+    const Slots packs(memory, stage);
+    S before[kRounds];  // the state that enters each pack
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      const Map lower = from_lane_below(inclusive.map[r], 1);
+      before[r] = lane == 0 ? entering : apply(lower, entering);
+      entering = apply(from_lane(inclusive.map[r], 31), entering);
+    }
+    char* to = at.output + position * args.output.time;
+    auto finish_packs = [&](auto tag) {
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r, to += kApart * args.output.time) {
+        const Run<Map, kItems> run = maps_of(view, packs, r, tag);
+        S state[1][kItems];
+        S running = before[r];
+#pragma unroll
+        for (int v = 0; v < kItems; ++v) state[0][v] = running = apply(run.map[v], running);
+        if (tag.value && args.output.packs)
+          store_pack<T>(args.output, to, state[0]);
+        else
+          store_packs<T>(args.output, args.output_code, to, left - r * kApart, state);
+        if (args.last.start && !(kSegmented && args.ids) && ends) {
 #pragma unroll
           for (int v = 0; v < kItems; ++v)
-            if (r * kApart + v == left - 1) *reinterpret_cast<S*>(at.last) = state[r][v];
-      }
-      if (kSegmented && args.last.start) {
-#pragma unroll
-        for (int r = 0; r < kRounds; ++r)
+            if (r * kApart + v == left - 1) *reinterpret_cast<S*>(at.last) = state[0][v];
+        }
+        if (kSegmented && args.last.start) {
 #pragma unroll
           for (int v = 0; v < kItems; ++v)
             if (marks.ends >> (r * kItems + v) & 1)
-              store_sequence_last(args, at, position + r * kApart + v, state[r][v]);
+              store_sequence_last(args, at, position + r * kApart + v, state[0][v]);
+        }
       }
+    };
+    if (view.whole)
+      finish_packs(Whole());
+    else
+      finish_packs(Partial());
+  };
+
+  if constexpr (kPart == kOnePass) {
+    if (args.cell_pairs > 0) return clear_cells(args);
+    // While the block looks back for `now`, which is folded and published, the loads of the tile after `next` are under
+    // way. Two barriers a tile: the maps of `next` and its successor's ticket are there; what enters `now` is there.
+    __shared__ S entering_tile;
+    __shared__ long long ticket;
+    const LookBack<Map, false> look_back(args);
+    TimeTile now = tile_of(items), next = tile_of(first_ticket(args));
+    Run<Map, kRounds> of_now, of_next;
+    int stage = 0;  // of next, and of its maps
+    if (next.first < items) start(next, stage);
+    while (now.first < items || next.first < items) {
+      wait_for_copies();
+      if (threadIdx.x == 0) ticket = take_ticket(args);
+      const Map own = fold(view_of(next), stage, of_next);
+      if (lane == 0) maps[stage][warp] = own;
+      __syncthreads();
+      if (threadIdx.x == 0 && next.first < items)
+        look_back.publish(next.row, next.chunk, fold_of(maps[stage], 1, args.row_warps));
+      const TimeTile later = tile_of(ticket);
+      if (later.first < items) start(later, (stage + 1) % 3);
+      const Map(&parts)[kMostWarps] = maps[(stage + 2) % 3];  // of now
+      if (warp == 0 && now.first < items) {
+        S state = Scalar<S>::zero();
+        if (now.chunk < look_back.group)
+          state = entering_state<S, kSegmented>(args, locate_row(args, now.row), now.row, 0);
+        state = look_back.enters_over_time(now.row, now.chunk, lane, state);
+        if (lane == 0) {
+          look_back.publish_state(now.row, now.chunk, apply(fold_of(parts, 1, args.row_warps), state));
+          entering_tile = state;
+        }
+      }
+      __syncthreads();
+      if (now.first < items) {
+        Carry<Map, false> entering;
+        entering.state = entering_tile;
+        finish(now, view_of(now), (stage + 2) % 3, of_now, entering.add_all(parts, 1, args.row_warps, warp));
+      }
+      now = next;
+      next = later;
+      of_now = of_next;
+      stage = (stage + 1) % 3;
     }
-    if (kSummarise && real && lane == 0 && warp_in_row == 0) store_summary(args, row, chunk, carry.map);
+  } else {
+    TimeTile now = tile_of((long long)blockIdx.x * slots);
+    int stage = 0;
+    if (now.first < items) start(now, stage);
+    while (now.first < items) {
+      const TimeTile next = after(now);
+      wait_for_copies();
+      if (next.first < items) start(next, stage ^ 1);
+      const bool real = now.first + slot < items;
+      if (now.base == now.chunk * args.chunk) {
+        carry = Carry<Map, kPart == kSummarise>();
+        if (kPart == kApply && real)
+          carry.state = entering_state<S, kSegmented>(args, locate_row(args, now.row), now.row, now.chunk);
+      }
+      const TimeView view = view_of(now);
+      Run<Map, kRounds> inclusive;
+      const Map own = fold(view, stage, inclusive);
+      S entering = carry.state;
+      if (args.row_warps > 1) {
+        if (lane == 0) maps[parity][warp] = own;
+        __syncthreads();
+        entering = carry.add_all(&maps[parity][slot * args.row_warps], 1, args.row_warps, warp_in_row);
+        parity ^= 1;
+      } else {
+        carry.add(own);
+      }
+      if (kPart == kApply)
+        finish(now, view, stage, inclusive, entering);
+      else if (next.base == next.chunk * args.chunk && real && lane == 0 && warp_in_row == 0)
+        store_summary(args, now.row, now.chunk, carry.map);
+      stage ^= 1;
+      now = next;
+    }
   }
 }

@@ -122,7 +122,7 @@ struct Raw<T, true> {
 // loads of one are under way while the other is worked on.
 template <class T, bool kSummarise>
 struct WalkSteps {
-  static constexpr int kSteps = 16 / sizeof(typename Accumulated<T>::type);
+  static constexpr int kSteps = 48 / sizeof(typename Accumulated<T>::type);
   Raw<T> gate[kSteps], grad[kSteps], before[kSteps];
   StepMarks word;  // where the last step's marks are
 
@@ -314,7 +314,7 @@ struct WalkPacks {
 
   // As in Packs, but every item is given a value, as in WalkSteps.
   __device__ __forceinline__ void start(const LinearArray& array, const char* at, int left) {
-    if (array.packs && left >= kRounds * kApart) {
+    if (array.packs && left >= Packs<T>::kReach) {
       if (array.time < 0) at += (kOfPack - 1) * array.time;  // the lowest item of a pack
 #pragma unroll
       for (int r = 0; r < kRounds; ++r, at += (kApart - kItems) * array.time)
@@ -329,7 +329,7 @@ struct WalkPacks {
     }
   }
   __device__ __forceinline__ void settle(const LinearArray& array, int left) {
-    if (array.packs && left >= kRounds * kApart && array.time < 0) {
+    if (array.packs && left >= Packs<T>::kReach && array.time < 0) {
 #pragma unroll
       for (int i = 0; i < kRounds * kPacks; ++i)
 #pragma unroll

@@ -30,6 +30,14 @@ struct MapOf<S, true> {
   using type = Segmented<S>;
 };
 
+// Is all of a warp's tile there, with nothing special about its steps? Then nothing is asked of any step.
+struct Whole {
+  static constexpr bool value = true;
+};
+struct Partial {
+  static constexpr bool value = false;
+};
+
 // One row of every array, at position 0.
 struct LinearRow {
   const char *gate, *input, *initial;
@@ -135,43 +143,80 @@ template <class T>
 struct Packs {
   static constexpr int kItems = Pack<T>::kItems;
   static constexpr int kRounds = kItems == 4 ? 4 : 2;
-  static constexpr int kApart = 32 * kItems;  // steps from one of a thread's packs to its next
-  Pack<T> pack[kRounds];
+  static constexpr int kApart = 32 * kItems;                      // steps from one of a thread's packs to its next
+  static constexpr int kReach = (kRounds - 1) * kApart + kItems;  // steps from its first to behind its last
+};
 
-  // Starts loading the packs whose first step is `first` bytes from the row's start and whose steps below `left` exist.
-  __device__ __forceinline__ void start(const LinearArray& array, const char* at, int left) {
-    if (array.packs && left >= kRounds * kApart) {
+// They come into the thread's own slots of shared memory: `which` 0 holds gates and 1 inputs, and one stage is filled
+// while another is worked on.
+template <class T>
+struct PackSlots {
+  static constexpr int kItems = Packs<T>::kItems, kRounds = Packs<T>::kRounds, kApart = Packs<T>::kApart;
+  static constexpr int kReach = Packs<T>::kReach;
+  Pack<T>* slots;  // this thread's first
+
+  __device__ __forceinline__ PackSlots(unsigned char* memory, int stage)
+      : slots(reinterpret_cast<Pack<T>*>(memory) + stage * 2 * kRounds * blockDim.x + threadIdx.x) {}
+  __device__ __forceinline__ Pack<T>* slot(int array, int r) const {
+    return slots + (array * kRounds + r) * blockDim.x;
+  }
+  // Starts copying the packs whose first step is at `at` and whose steps below `left` exist.
+  __device__ __forceinline__ void start(int which, const LinearArray& array, const char* at, int left) const {
+    if (array.packs && left >= kReach) {
       if (array.time < 0) at += (kItems - 1) * array.time;  // the lowest item of a pack
 #pragma unroll
-      for (int r = 0; r < kRounds; ++r) pack[r] = load_item<Pack<T>>(at + r * kApart * array.time);
+      for (int r = 0; r < kRounds; ++r, at += kApart * array.time) start_copy(slot(which, r), at);
     } else {
-#pragma unroll
-      for (int r = 0; r < kRounds; ++r)
-#pragma unroll
-        for (int v = 0; v < kItems; ++v)
-          if (r * kApart + v < left) pack[r].item[v] = load_item<T>(at + (r * kApart + v) * array.time);
+#pragma unroll 1
+      for (int r = 0; r < kRounds; ++r, at += (kApart - kItems) * array.time)
+#pragma unroll 1
+        for (int v = 0; v < kItems; ++v, at += array.time)
+          if (r * kApart + v < left) {
+            T* to = &slot(which, r)->item[v];
+            if constexpr (sizeof(T) < 4)  // too small for asynchronous copies
+              *to = load_item<T>(at);
+            else
+              start_copy(to, at);
+          }
     }
   }
-  // The end of the loads: brings the items into the order of the scan.
-  __device__ __forceinline__ void settle(const LinearArray& array, int left) {
-    if (array.packs && left >= kRounds * kApart && array.time < 0) {
-#pragma unroll
-      for (int r = 0; r < kRounds; ++r)
+  // After wait_for_copies: a pack, its items in the order of the scan.
+  template <class Tag>
+  __device__ __forceinline__ Pack<T> read(Tag tag, int which, const LinearArray& array, int r, int left) const {
+    Pack<T> pack;
+    if (tag.value || (array.packs && left >= kReach)) {
+      pack = *slot(which, r);
+      if (array.time < 0) {
 #pragma unroll
         for (int v = 0; v < kItems / 2; ++v) {
-          const T low = pack[r].item[v];
-          pack[r].item[v] = pack[r].item[kItems - 1 - v];
-          pack[r].item[kItems - 1 - v] = low;
+          const T low = pack.item[v];
+          pack.item[v] = pack.item[kItems - 1 - v];
+          pack.item[kItems - 1 - v] = low;
         }
+      }
+    } else {
+#pragma unroll
+      for (int v = 0; v < kItems; ++v) pack.item[v] = r * kApart + v < left ? slot(which, r)->item[v] : T();
     }
+    return pack;
   }
 };
+
+template <class T, class S>
+__device__ __forceinline__ void store_pack(const LinearArray& array, char* to, const S (&state)[Pack<T>::kItems]) {
+  constexpr int kItems = Pack<T>::kItems;
+  const bool down = array.time < 0;
+  Pack<T> pack;
+#pragma unroll
+  for (int v = 0; v < kItems; ++v) narrow(down ? state[kItems - 1 - v] : state[v], pack.item[v]);
+  *reinterpret_cast<Pack<T>*>(down ? to + (kItems - 1) * array.time : to) = pack;
+}
 
 template <class T, class S, int kRounds>
 __device__ __forceinline__ void store_packs(const LinearArray& array, int code, char* to, int left,
                                             const S (&state)[kRounds][Pack<T>::kItems]) {
   constexpr int kItems = Pack<T>::kItems, kApart = Packs<T>::kApart;
-  if (array.packs && left >= kRounds * kApart) {
+  if (array.packs && left >= (kRounds - 1) * kApart + kItems) {
     const bool down = array.time < 0;
     if (down) to += (kItems - 1) * array.time;
 #pragma unroll

@@ -9,12 +9,12 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ._arrays import ITEM_CODE, Array, Place, _address, accumulation, item_name
-from ._calls import chosen, start
+from ._calls import chosen, do, start
 from ._plan import (
     ITEM_BYTES,
     TILE_STEPS,
@@ -25,6 +25,7 @@ from ._plan import (
     SelectivePlan,
     UpdateKind,
     UpdatePlan,
+    linear_slots,
     plan_linear_summaries,
     selective_tiles,
 )
@@ -46,6 +47,9 @@ from ._source import (
     update_name,
     update_source,
 )
+
+if TYPE_CHECKING:
+    from ._shards import Link, Shard
 
 ROW_DIMS = 6  # kRowDims in linear_args.cuh
 LARGEST_GRID = 2**31 - 1
@@ -97,7 +101,7 @@ def _pad(values: tuple[int, ...]) -> tuple[int, ...]:
 
 # --- marks: mask, reset and packed sequences ------------------------------------------------------------------------
 
-_MARK_STEPS, _MARK_BYTES = 32, 16  # a word of step_marks.cuh
+_MARK_STEPS, _MARK_BYTES, _ID_BYTES = 32, 16, 4  # a word of step_marks.cuh, and the sequence of a step
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,8 @@ class Marks:
 
     rows: Rows
     ids: int
-    scratch: tuple[Array, ...]  # what they are in
+    words: Array  # (rows, words, bytes)
+    sizes: tuple[int, ...]  # of the row axes, 1 where marks are the same along one
 
 
 def make_marks(
@@ -154,9 +159,7 @@ def make_marks(
     )
     _start(place, marks_source(), "step_marks", _ceil_div(prod(own) * words, MARK_THREADS), MARK_THREADS, packed)
     strides = tuple(prod(own[d + 1 :]) * words * _MARK_BYTES if own[d] > 1 else 0 for d in range(len(own)))
-    return Marks(
-        Rows(pointer, 0, strides), 0 if ids is None else place.pointer(ids), (marks,) if ids is None else (marks, ids)
-    )
+    return Marks(Rows(pointer, 0, strides), 0 if ids is None else place.pointer(ids), marks, tuple(own))
 
 
 _NONE = (0,) * (2 + ROW_DIMS)
@@ -190,10 +193,19 @@ class LinearCall:
         return self.segments is not None and self.segments.offsets is not None
 
 
-def linear(place: Place, plan: LinearPlan, call: LinearCall, source_item: str = "") -> None:
-    """Run a linear_scan: in one launch, or in three where the plan cuts time into chunks.
+def linear(
+    place: Place,
+    plan: LinearPlan,
+    call: LinearCall,
+    source_item: str = "",
+    link: Link | None = None,
+    linked: Callable[[Marks | None], Rows | None] = lambda _: None,
+) -> None:
+    """Run a linear_scan: in one launch, or where the plan cuts time into chunks in three, or in one pass.
 
-    With segments their marks are made first. `source_item` names the module, call.item's if it is empty.
+    With segments their marks are made first. `source_item` names the module, call.item's if it is empty. `link` ties it
+    to the shards of other ranks: then `linked` gives what enters in the place of call.initial, and may change the
+    marks, when the states of the other ranks are there.
     """
     chosen(place, plan)
     source = linear_source(source_item or call.item, segmented=call.segments is not None)
@@ -201,19 +213,43 @@ def linear(place: Place, plan: LinearPlan, call: LinearCall, source_item: str = 
     if call.segments is not None:
         marks = make_marks(place, call.segments, call.length, call.sizes, enters=call.initial is not None)
 
-    def launch(*, summarise: bool, summaries: tuple[int, int, int]) -> None:
-        name = linear_name(plan.order.lanes, summarise, call.item, segmented=marks is not None)
-        packed = linear_args(plan, call, marks, summaries)
-        _start(place, source, name, linear_blocks(plan, call), 32 * plan.fit.warps, packed)
+    def start_part(part: str, blocks: int, stages: int, packed: bytes) -> None:
+        name = linear_name(plan.order.lanes, part, call.item, segmented=marks is not None)
+        threads = 32 * plan.fit.warps
+        shared = stages * threads * linear_slots(ITEM_BYTES[call.item], state_bytes, plan.order.lanes)
+        _start(place, source, name, blocks, threads, packed, shared)
 
-    launch_chunks(place, plan, call, launch, source_item)
+    def launch(*, summarise: bool, summaries: tuple[int, int, int]) -> None:
+        now = call if link is None or summarise else replace(call, initial=linked(marks))
+        stages = 2 if plan.order.lanes is Lanes.TIME else 0
+        part = "summarise" if summarise else "apply"
+        start_part(part, linear_blocks(plan, call), stages, linear_args(plan, now, marks, summaries))
+
+    state_bytes = np.dtype(accumulation(call.item)).itemsize
+    if not plan.order.one_pass:
+        launch_chunks(place, plan, call, launch, source_item, link)
+        return
+    group = _LOOKS * (plan.order.row_warps if plan.order.lanes is Lanes.ROWS else 32)
+    count = 2 + call.rows * state_bytes // 4 * (2 * plan.chunks + _ceil_div(plan.chunks, group))
+    cells = place.allocate((_ceil_div(count, 2), 2), np.uint64)
+    for pairs in (len(cells), 0):  # the first launch clears so many
+        packed = linear_args(plan, call, None, (0, 0, 0), (place.pointer(cells), pairs))
+        start_part("pass", plan.fit.blocks, 3, packed)
+
+
+_LOOKS = 4  # kLooks in linear_look_back.cuh
 
 
 def launch_chunks(
-    place: Place, plan: LinearPlan, call: LinearCall, launch: Callable[..., None], source_item: str = ""
+    place: Place,
+    plan: LinearPlan,
+    call: LinearCall,
+    launch: Callable[..., None],
+    source_item: str = "",
+    link: Link | None = None,
 ) -> None:
     """Launch what applies a scan to its chunks, and before it where there are several what summarises them."""
-    if plan.chunks == 1:
+    if plan.chunks == 1 and link is None:
         launch(summarise=False, summaries=(0, 0, 0))
         return
     state = np.dtype(accumulation(call.item))
@@ -235,6 +271,10 @@ def launch_chunks(
     if call.segments is not None:
         segments = Segments(None, along(resets, "bool", 1), None, reverse=False)
         scan = replace(scan, segments=segments, initial=None if call.packed else call.initial)
+    if link is not None:
+        shape, axis = ((plan.chunks, call.rows), 0) if chunk > 1 else ((call.rows, plan.chunks), 1)
+        flags = None if call.segments is None else (kept[2], shape, axis)
+        scan = replace(scan, initial=link.enter(scan, flags, source_item or call.item))
     inner = plan_linear_summaries(plan.chunks, plan.order.lanes)
     linear(place, inner, scan, source_item or call.item)
     launch(summarise=False, summaries=(gate, entering, 0))
@@ -245,8 +285,14 @@ def summary_strides(plan: LinearPlan, rows: int) -> tuple[int, int]:
     return (1, rows) if plan.order.lanes is Lanes.ROWS else (plan.chunks, 1)
 
 
-def linear_args(plan: LinearPlan, call: LinearCall, marks: Marks | None, summaries: tuple[int, int, int]) -> bytes:
-    """LinearArgs, packed; `summaries` are addresses."""
+def linear_args(
+    plan: LinearPlan,
+    call: LinearCall,
+    marks: Marks | None,
+    summaries: tuple[int, int, int],
+    cells: tuple[int, int] = (0, 0),
+) -> bytes:
+    """LinearArgs, packed; `summaries` are addresses, and `cells` an address and how many pairs of cells to clear."""
     order = plan.order
     gate = call.gate if isinstance(call.gate, Rows) else NOWHERE
     value = 0j if isinstance(call.gate, Rows) else complex(call.gate)
@@ -259,7 +305,7 @@ def linear_args(plan: LinearPlan, call: LinearCall, marks: Marks | None, summari
         order.row_warps,
     )  # fmt: skip
     packed += (marks.rows if marks else NOWHERE).packed(order.chunk, call.item)
-    return packed + struct.pack(LINEAR_SEGMENTS, marks.ids if marks else 0, summaries[2])
+    return packed + struct.pack(LINEAR_SEGMENTS, marks.ids if marks else 0, summaries[2], *cells)
 
 
 def linear_blocks(plan: LinearPlan, call: LinearCall) -> int:
@@ -298,11 +344,19 @@ class SelectiveCall:
     states: Array | None = None  # (batch, intervals, channels, state), contiguous, to be filled
 
 
-def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step: int) -> None:
+def selective(
+    place: Place,
+    plan: SelectivePlan,
+    call: SelectiveCall,
+    time_step: int,
+    shard: Shard | None = None,
+    carry: Array | None = None,
+) -> None:
     """Run a selective_scan; `time_step` is 1, or -1 for reverse.
 
     One launch a slice of the states, and where the plan cuts time into chunks two before them: the summaries of all
-    slices, and a linear_scan over the chunks.
+    slices, and a linear_scan over the chunks. As a `shard` of several it has these, too, and `carry` (batch, channels,
+    state) takes what enters from other ranks; call.initial is what enters packed sequences, or there is no carry.
     """
     chosen(place, plan)
     batch, length, channels = call.u.shape
@@ -323,7 +377,8 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
         scratch = place.allocate(shape, real)
         scratch = scratch.transpose(0, 2, 1) if kind.time_fast else scratch
     summary_gate = seed = 0
-    if plan.chunks > 1:
+    summarised = plan.chunks > 1 or shard is not None
+    if summarised:
         summaries = [place.allocate((batch, plan.chunks, state, channels), state_dtype) for _ in range(2)]
         summary_gate, seed = (place.pointer(x) for x in summaries)
 
@@ -341,21 +396,34 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
     packed_sequences = call.segments is not None and call.segments.offsets is not None
     states = [(None, None), (call.initial, call.last)]
     (initial, last), of_sequences = states if packed_sequences else reversed(states)
+    own, initial = initial, initial if carry is None else carry
     marks, resets = None, None
     if call.segments is not None:
-        enters, leaves = call.initial is not None, call.last is not None
+        enters = (call.initial if packed_sequences else initial) is not None
+        leaves = call.last is not None
         marks = make_marks(place, call.segments, length, (batch,), enters=enters, leaves=leaves)
-        if plan.chunks > 1:
+        if summarised:
             resets = place.allocate((batch, plan.chunks), np.bool_)
-    head = struct.pack(
-        SELECTIVE_HEAD,
-        *(field for fields in (*sequences, *couples) for field in fields),
-        *(0 if x is None else place.pointer(x) for x in (call.A, call.D, call.delta_bias, initial, last, call.states)),
-        *call.A.strides,
-        *(0 if x is None else x.strides[0] for x in (call.D, call.delta_bias)),
-        *((0, 0, 0) if call.initial is None else call.initial.strides),
-        *(seed, summary_gate, seed, batch, length, channels, state, call.groups),
-    )
+    strides = next((x.strides for x in (call.initial, carry) if x is not None), (0, 0, 0))
+
+    def head(first: int, gate: int, seed: int) -> bytes:
+        """The steps from `first` on, and where their summaries are.
+
+        What enters later steps is not read, but that it is there: else the first gate would not count.
+        """
+        moved = ((fields[0] + first * fields[2], *fields[1:]) for fields in (*sequences, *couples))
+        enters = call.A if first and initial is None else initial
+        return struct.pack(
+            SELECTIVE_HEAD,
+            *(field for fields in moved for field in fields),
+            *(0 if x is None else place.pointer(x) for x in (call.A, call.D, call.delta_bias, enters, last)),
+            0 if call.states is None else place.pointer(call.states),
+            *call.A.strides,
+            *(0 if x is None else x.strides[0] for x in (call.D, call.delta_bias)),
+            *strides,
+            *(seed, gate, seed, batch, length - first, channels, state, call.groups),
+        )
+
     limits = call.limits or (0.0, 0.0)
     with np.errstate(over="ignore"):
         single = [np.float32(x) for x in limits]
@@ -366,28 +434,48 @@ def selective(place: Place, plan: SelectivePlan, call: SelectiveCall, time_step:
         and call.limits is None
     )
 
-    segmented: tuple[int, ...] = (0,) * 6
-    if marks is not None:
-        own = (0 if x is None else place.pointer(x) for x in (*of_sequences, resets))
-        segmented = (marks.rows.start, marks.rows.rows[0] // _MARK_BYTES, marks.ids, *own)
-
-    def launch(*, summarise: bool, first_state: int, slices: int, adds: bool, leaves: bool) -> None:
-        packed = head + struct.pack(
-            SELECTIVE_TAIL, first_state, slices, plan.order.chunk, plan.chunks, *limits, *single,
+    def launch(
+        first_state: int = 0, *, summarise: bool, slices: int = 1, chunks: int = plan.chunks, first: int = 0,
+        where: tuple[int, int, Array | None] = (summary_gate, seed, resets),
+    ) -> None:  # fmt: skip
+        segmented: tuple[int, ...] = (0,) * 6
+        if marks is not None:
+            own = (0 if x is None else place.pointer(x) for x in (*of_sequences, where[2]))
+            ids = marks.ids and marks.ids + first * _ID_BYTES
+            segmented = (marks.rows.start + first // _MARK_STEPS * _MARK_BYTES, marks.rows.rows[0] // _MARK_BYTES, ids,
+                         *own)  # fmt: skip
+        packed = head(first, *where[:2]) + struct.pack(
+            SELECTIVE_TAIL, first_state, slices, plan.order.chunk, chunks, *limits, *single,
             *(ITEM_CODE[item_name(x)] if x is not None else 0 for x in (call.A, call.D, call.delta_bias, call.output)),
-            adds, leaves, call.softplus, call.limits is not None, plain, *segmented,
+            not summarise and first_state > 0, not summarise and first_state + tile.slice < state, call.softplus,
+            call.limits is not None, plain, *segmented,
         )  # fmt: skip
         shape = tiles[0] if summarise else tile
-        blocks = slices * batch * call.groups * _ceil_div(channels // call.groups, shape.channels) * plan.chunks
+        blocks = slices * batch * call.groups * _ceil_div(channels // call.groups, shape.channels) * chunks
         name = selective_name(kind, shape, summarise)
         _start(place, selective_source(kind), name, blocks, shape.threads, packed, shape.shared_memory(kind))
 
-    if plan.chunks > 1:
+    if summarised:
         slices = _ceil_div(state, tiles[0].slice)
-        launch(summarise=True, first_state=0, slices=slices, adds=False, leaves=False)
-        scan_summaries(place, initial, batch, plan.chunks, state, channels, state_dtype, summary_gate, seed, resets)
+        launch(summarise=True, slices=slices)
+        if shard is not None and marks is not None and plan.chunks > 1:
+            # The kernel leaves out the last chunk, which nobody in this row asks for, but where it is the only one.
+            ends = [place.allocate((batch, 1, state, channels), state_dtype) for _ in range(2)]
+            ends.append(place.allocate((batch, 1), np.bool_))
+            where = place.pointer(ends[0]), place.pointer(ends[1]), ends[2]
+            launch(summarise=True, slices=slices, chunks=1, first=(plan.chunks - 1) * plan.order.chunk, where=where)
+            do(place, _put_chunk, [*summaries, resets], ends)
+        scan_summaries(place, own, batch, plan.chunks, state, channels, state_dtype, summary_gate, seed, resets,
+                       None if shard is None else (shard, time_step < 0, carry))  # fmt: skip
     for s in range(plan.slices):
-        launch(summarise=False, first_state=s * tile.slice, slices=1, adds=s > 0, leaves=s < plan.slices - 1)
+        launch(s * tile.slice, summarise=False)
+
+
+def _put_chunk(*arrays: Array) -> None:
+    """The last chunk's part of each of the first half of the arrays is one of the second half."""
+    half = len(arrays) // 2
+    for all_chunks, last in zip(arrays[:half], arrays[half:], strict=True):
+        all_chunks[:, -1:] = last
 
 
 def scan_summaries(
@@ -401,23 +489,35 @@ def scan_summaries(
     gate: int,
     entering: int,
     resets: Array | None,
+    linked: tuple[Shard, bool, Array | None] | None = None,
 ) -> None:
     """Turn the chunks' summaries (batch, chunks, state, channels) into the states that leave them, from `initial`.
 
-    `resets` (batch, chunks), if there: whether a chunk forgets what enters it.
+    `resets` (batch, chunks), if there: whether a chunk forgets what enters it. `linked`: the shard, whether states go
+    back in time, and where what enters from other ranks is put.
     """
     size = dtype.itemsize
     strides = (chunks * state * channels * size, channels * size, size)
     along = Rows(entering, state * channels * size, strides, dtype.name)
-    first = None
-    if initial is not None:
-        first = Rows(place.pointer(initial), 0, (initial.strides[0], initial.strides[2], initial.strides[1]))
+
+    def entering_rows(x: Array | None) -> Rows | None:
+        return None if x is None else Rows(place.pointer(x), 0, (x.strides[0], x.strides[2], x.strides[1]))
+
+    first = entering_rows(initial)
     segments = None
     if resets is not None:
         segments = Segments(None, Rows(place.pointer(resets), 1, (chunks, 0, 0), "bool"), None, reverse=False)
     call = LinearCall(
         dtype.name, replace(along, start=gate), along, first, along, None, chunks, (batch, state, channels), segments
     )
+    if linked is not None:
+        from ._shards import Link  # needs this module
+
+        shard, reverse, carry = linked
+        link = Link(place, shard, reverse, (state * channels * size, *strides[1:]), first, entering_rows(carry),
+                    flags=((batch,), (1,)))  # fmt: skip
+        flags = None if resets is None else (resets, (batch, chunks), 1)
+        call = replace(call, initial=link.enter(call, flags, ""))
     linear(place, plan_linear_summaries(chunks, Lanes.ROWS), call)
 
 

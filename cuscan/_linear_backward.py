@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from . import _shards
 from ._arrays import ITEM_CODE, Array, Place, accumulation, copy_of, item_name, merge_axes
-from ._calls import chosen
+from ._calls import chosen, do
 from ._launch import (
     NOWHERE,
     ROW_DIMS,
     LinearCall,
+    Marks,
     Rows,
     Segments,
     _start,
@@ -25,7 +27,7 @@ from ._launch import (
     linear_blocks,
     make_marks,
 )
-from ._plan import ITEM_BYTES, Lanes, LinearPlan, LinearProblem, plan_linear
+from ._plan import ITEM_BYTES, Lanes, LinearPlan, LinearProblem, plan_linear, with_summaries
 from ._selective_backward import add_partials
 from ._source import LINEAR_BACKWARD_TAIL, linear_backward_name, linear_backward_source
 
@@ -71,6 +73,9 @@ def backward(place: Place, call: BackwardCall, *, copied: bool = False) -> None:
 
     With segments their marks are made first, and the gradients of shared gates are summed at the end. `copied`: all
     arrays are contiguous, because their row axes could not be merged to as few as the kernels count.
+
+    As a shard of several, what reaches the last states of packed sequences is added to the gradient of these states
+    itself, so that only the row's own end is open.
     """
     states, axis = call.states, call.axis
     shape, length = states.shape, states.shape[axis]
@@ -85,7 +90,9 @@ def backward(place: Place, call: BackwardCall, *, copied: bool = False) -> None:
         length=length,
         time_fast=fastest is None or abs(states.strides[axis]) < abs(states.strides[fastest]),
     )
-    plan = plan_linear(problem, place.limits)
+    shard = _shards.linked()
+    with _shards.split(shard):
+        plan = with_summaries(plan_linear(problem, place.limits), problem, place.limits)
     plan = replace(plan, fit=replace(plan.fit, warps=max(plan.order.row_warps, min(plan.fit.warps, BLOCK_WARPS))))
     chosen(place, plan)
 
@@ -101,12 +108,38 @@ def backward(place: Place, call: BackwardCall, *, copied: bool = False) -> None:
             left = place.allocate(tuple(parts) if copied else tuple(parts[d] for d in order), state)
     of_gates = _contiguous_strides(parts, range(len(shape)) if copied else order, state if left is None else left.dtype)
 
-    in_time = {"states": states, "grad_input": call.grad_input, "grad": call.grad, "mask": call.mask}
-    in_time |= {"reset": call.reset, "gate": None if isinstance(call.gate, complex) else call.gate}
+    packed, offsets = call.offsets is not None, call.offsets
+    grad = call.grad
     at_ends = {"initial": call.initial, "grad_last": call.grad_last, "grad_initial": call.grad_initial}
-    first = 0 if call.offsets is None else 1  # the axis of sequences
+    carry = before = None  # the gradient that comes from the step after the shard, the state before it
+    if shard is not None:
+        rest = tuple(shape[d] for d in others)
+        carry, before = (
+            place.allocate(rest, state) if shard.before(reverse=reverse) else None
+            for reverse in (not call.reverse, call.reverse)
+        )
+        if packed:
+            offsets = _shards.local_offsets(place, shard, offsets)
+            if call.grad_last is not None:
+                added = place.allocate((length + 1, *rest), state)
+                do(place, _shards.add_last, [added], [call.grad_last, offsets, *([] if grad is None else [grad])],
+                   axis=axis, reverse=call.reverse)  # fmt: skip
+                grad = np.moveaxis(added[:-1], 0, axis)
+            at_ends["grad_last"] = None
+            if before is not None and call.initial is not None:
+                at_ends["initial"] = copy_of(place, call.initial)
+        elif before is not None:
+            at_ends |= {"initial": None, "grad_initial": None}
+        if carry is not None:
+            at_ends["grad_last"] = None
+    in_sequence = {*at_ends} if packed else set()  # their first axis is that of sequences
+    at_ends |= {"carry": carry, "before": before}
+
+    in_time = {"states": states, "grad_input": call.grad_input, "grad": grad, "mask": call.mask}
+    in_time |= {"reset": call.reset, "gate": None if isinstance(call.gate, complex) else call.gate}
     strides = {name: tuple(x.strides[d] for d in others) for name, x in in_time.items() if x is not None}
-    strides |= {name: x.strides[first:] for name, x in at_ends.items() if x is not None}
+    strides |= {name: x.strides[name in in_sequence :] for name, x in at_ends.items() if x is not None}
+    strides["message"] = _shards.in_order([shape[d] for d in others], state)
     strides["grad_gate"] = tuple(of_gates[d] for d in others)
     sizes = tuple(shape[d] for d in others)
     if lanes is not None:
@@ -135,17 +168,17 @@ def backward(place: Place, call: BackwardCall, *, copied: bool = False) -> None:
 
     def at_end(name: str) -> Rows | None:
         x = at_ends[name]
-        return None if x is None else rows(name, x, x.strides[0] if first else 0, turned=False)
+        return None if x is None else rows(name, x, x.strides[0] if name in in_sequence else 0, turned=False)
 
     segments = None
     if call.mask is not None or call.reset is not None or call.offsets is not None:
         mask, reset = (in_order(name, walked=False) for name in ("mask", "reset"))
-        segments = Segments(mask, reset, call.offsets, call.reverse)
+        segments = Segments(mask, reset, offsets, call.reverse)
     walk = LinearCall(
         item=call.item,
         gate=call.gate if isinstance(call.gate, complex) else in_order("gate", walked=True) or NOWHERE,
         input=in_order("grad", walked=True) or NOWHERE,
-        initial=at_end("grad_last"),
+        initial=at_end("grad_last") or at_end("carry"),
         output=in_order("grad_input", walked=True) or NOWHERE,
         last=at_end("grad_initial"),
         length=length,
@@ -154,7 +187,46 @@ def backward(place: Place, call: BackwardCall, *, copied: bool = False) -> None:
     )
     turned = sums is not GateSums.OVER_TIME and not call.reverse
     grad_gate = rows("grad_gate", left, of_gates[axis], turned=turned)
-    _launch(place, plan, walk, in_order("states", walked=True), at_end("initial"), grad_gate, sums)
+    entering = at_end("initial") or at_end("before")
+    if shard is None:
+        marks = _marks(place, walk, enters=entering is not None)
+        _launch(place, plan, walk, in_order("states", walked=True), entering, grad_gate, sums, marks, marks)
+    else:
+        closed = opened = _marks(place, walk, enters=entering is not None and not packed, leaves=not packed)
+        start, end = (length, 0) if call.reverse else (0, length)  # of the scan, in time
+        if packed and closed is not None:
+            do(place, _shards.no_ends, [closed.words], [])
+            if call.initial is not None and (opened := _marks(place, walk, enters=True)) is not None:
+                # With states for sequences the walk begins with nothing, and takes up the carry where one ends.
+                do(place, _shards.open_end, [opened.words], [offsets], at=end, step=length - 1)
+                if before is not None:
+                    do(place, _shards.open_start, [opened.words], [offsets], at=start)
+
+        def finish(message: Array, layout: _shards.Layout) -> None:
+            if closed is not None:
+                by_item = tuple(stride // state.itemsize for stride in strides["message"])
+                do(place, _shards.cut_edge, [message], [closed.words], layout=layout, own=closed.sizes, sizes=sizes,
+                   strides=by_item)  # fmt: skip
+            do(place, _shards.put_last, [message], [states], at=layout.extras, axis=axis, dtype=state,
+               step=0 if call.reverse else length - 1)  # fmt: skip
+
+        wanted = before
+
+        def arrived(received: Array, layout: _shards.Layout, members: _shards.Shard) -> None:
+            nonlocal wanted
+            nearest = members.nearest(reverse=call.reverse)
+            if wanted is None or nearest is None:
+                return
+            wanted = None
+            do(place, _shards.take_last, [before], [received], rank=nearest, at=layout.extras)
+            if packed and at_ends["initial"] is not None:
+                do(place, _shards.enter_sequence, [at_ends["initial"]], [before, offsets], at=start)
+
+        link = _shards.Link(
+            place, shard, not call.reverse, strides["message"], at_end("grad_last"), at_end("carry"),
+            prod(shape[d] for d in others) * state.itemsize, finish, arrived,
+        )  # fmt: skip
+        _launch(place, plan, walk, in_order("states", walked=True), entering, grad_gate, sums, closed, opened, link)
     if left is not None and call.grad_gate is not None and left is not call.grad_gate:
         if copied:
             moved = place.allocate(tuple(parts[d] for d in order), state)
@@ -172,6 +244,12 @@ def _contiguous_strides(sizes: list[int], order: Iterable[int], dtype: np.dtype[
     return strides
 
 
+def _marks(place: Place, walk: LinearCall, *, enters: bool, leaves: bool = True) -> Marks | None:
+    if walk.segments is None:
+        return None
+    return make_marks(place, walk.segments, walk.length, walk.sizes, enters=enters, leaves=leaves, backward=True)
+
+
 def _launch(
     place: Place,
     plan: LinearPlan,
@@ -180,18 +258,21 @@ def _launch(
     initial: Rows | None,
     grad_gate: Rows | None,
     sums: GateSums,
+    closed: Marks | None,
+    opened: Marks | None,
+    link: _shards.Link | None = None,
 ) -> None:
-    """Launch the walk from the last step to the first; its segments are in the order of the scan."""
-    marks = None
-    if walk.segments is not None:
-        marks = make_marks(place, walk.segments, walk.length, walk.sizes, enters=initial is not None, backward=True)
-    source = linear_backward_source(walk.item, segmented=marks is not None)
-    name = linear_backward_name(plan.order.lanes, walk.item, segmented=marks is not None)
+    """Launch the walk from the last step to the first; its segments are in the order of the scan.
+
+    The marks of its summaries, and those of the walk itself.
+    """
+    source = linear_backward_source(walk.item, segmented=closed is not None)
+    name = linear_backward_name(plan.order.lanes, walk.item, segmented=closed is not None)
     read = (states or NOWHERE) if grad_gate else NOWHERE
     written = grad_gate or NOWHERE
 
     def launch(*, summarise: bool, summaries: tuple[int, int, int]) -> None:
-        packed = linear_args(plan, walk, marks, summaries)
+        packed = linear_args(plan, walk, closed if summarise else opened, summaries)
         packed += b"".join(x.packed(plan.order.chunk, x.item) for x in (read, initial or NOWHERE))
         packed += written.packed(plan.order.chunk, walk.item) + struct.pack(
             LINEAR_BACKWARD_TAIL, ITEM_CODE[written.item], walk.input.item != walk.item, read.item != walk.item,
@@ -199,7 +280,7 @@ def _launch(
         )  # fmt: skip
         _start(place, source, name, linear_blocks(plan, walk), 32 * plan.fit.warps, packed)
 
-    launch_chunks(place, plan, walk, launch)
+    launch_chunks(place, plan, walk, launch, link=link)
 
 
 def add(place: Place, left: Array, to: Array) -> None:

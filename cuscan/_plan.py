@@ -16,6 +16,9 @@ What is a template argument of a kernel, and what a run-time value:
                      template   item type of x and z; item type of the state; vectors or single states
                      run time   types of dt, B, C (float32 or x's), A, D, dt_bias, output; softplus, limits, D, z,
                      slots, strides, lanes on a channel, channels a block
+    causal_conv1d, rms_norm, matrix_vector
+                     template   one row of matrix_vector's x, or up to 8
+                     run time   all else: the item type chooses among instantiations once a thread
 """
 
 from __future__ import annotations
@@ -66,6 +69,12 @@ THRESHOLDS: dict[str, tuple[int, str]] = {
         _H200
         + "(8, 4096, 1536) axis 1, 12 warps each: 3.0 TB/s in 192 blocks of 8 warps, which 132 do not share evenly",
     ),
+    "linear: blocks a multiprocessor in one pass": (
+        2,
+        _H200
+        + "as many as are resident; in three launches and in one pass: 1.33, 1.24 ms 2**28 in a row, 0.341, 0.302 ms"
+        " (1, 16, 4194304), 0.357, 0.307 ms (1, 131072, 512) axis 1",
+    ),
     "linear: steps a chunk at least": (
         4096,
         _H200 + "(1000000, 2) axis 0: 46 us in chunks of 4096, of which three launches are most",
@@ -96,23 +105,39 @@ THRESHOLDS: dict[str, tuple[int, str]] = {
         _H200 + "as many as are resident; (1, 65536, 2048, 16): 1.78, 1.79, 1.82 ms in chunks of 2048, 4096, 8192",
     ),
     "selective: steps a chunk at least": (
-        256,
-        _H200 + "(1, 65536, 256, 16): 0.265, 0.255, 0.276 ms in chunks of 512, 1024, 2048",
+        64,
+        _H200 + "(1, 2048, 256, 16): 0.038, 0.031, 0.029 ms in chunks of 256, 128, 64",
+    ),
+    "selective: steps below which time is not split": (
+        512,
+        _H200 + "serial against split: 0.038, 0.023 ms with 1024 (1, 1024, 64, 16); not measured below",
+    ),
+    "selective: steps for each warp below which time is not split": (
+        9,
+        _H200 + "serial against split, 192 warps: 0.026, 0.042 ms with 512 steps (1, 512, 1536, 16), 0.054, 0.064 with"
+        " 1536, 0.075, 0.067 with 2048",
     ),
     "selective: steps a chunk of packed sequences at most": (
         960,
         _H200 + "64 sentences in (1, 11124, 5120, 16): 0.553, 0.527, 0.551 ms in chunks of 704, 960, 1312; 64 and 8"
         " sequences in (1, 32768, 1024, 16): 0.42 and 0.52, 0.44 and 0.60 in chunks of 960, 2048",
     ),
-    "selective backward: blocks a multiprocessor, in percent, below which time is split": (
-        110,
-        _H200
-        + "in one and in two chunks: 4.89, 3.76 ms with 97 % (4, 4096, 1024, 64), 0.938, 0.764 (1, 4096, 4096, 16),"
-        " 0.573, 0.770 with 121 % (1, 2048, 5120, 16)",
-    ),
-    "selective backward: blocks a multiprocessor that a split aims at": (
+    "selective backward: blocks a multiprocessor that are resident": (
         2,
-        _H200 + "as many as are resident; (1, 65536, 256, 16): 0.762, 0.788, 0.811 ms in chunks of 2016, 1024, 512",
+        _H200 + "(1, 65536, 256, 16): 0.762, 0.788, 0.811 ms in chunks of 2016, 1024, 512",
+    ),
+    "selective backward: time of the summaries, in percent of the gradients'": (
+        20,
+        _H200 + "(1, 2048, 5120, 16), 1.2 blocks a multiprocessor: 0.559, 0.605, 0.498, 0.518 ms in 1 to 4 chunks",
+    ),
+    "selective backward: blocks a multiprocessor that summaries aim at": (
+        4,
+        _H200 + "(1, 65536, 256, 16): 0.734, 0.707, 0.716 ms with 1.9, 3.8, 7.5; (4, 4096, 1024, 64): 2.91, 2.71, 2.66"
+        " with 1, 1.9, 3.9",
+    ),
+    "selective backward: steps that are summarised together at least": (
+        256,
+        _H200 + "(1, 65536, 256, 16) with 256: 0.726 ms; not measured below",
     ),
     "selective backward: blocks a multiprocessor at most": (
         16,
@@ -122,6 +147,12 @@ THRESHOLDS: dict[str, tuple[int, str]] = {
         256,
         _H200 + "(1, 65536, 256, 16) in chunks of 512, 256: 0.81, 0.86 ms",
     ),
+    "convolution: threads a multiprocessor that a cut of time aims at": (
+        2048,
+        _H200 + "as many as it can have; not measured",
+    ),
+    "convolution: steps a thread at most": (64, _H200 + "3 more are then read for 64; not measured"),
+    "product: warps a multiprocessor that rows are shared for": (32, _H200 + "as many as are resident; not measured"),
 }
 
 
@@ -138,7 +169,7 @@ _forced: ContextVar[Mapping[str, Any]] = ContextVar("forced", default=MappingPro
 
 @contextlib.contextmanager
 def forced(**choices: Any) -> Iterator[None]:
-    """Force parts of every plan made inside: schedule, lanes, chunk, row_warps, warps, tile, segments, grid, parts."""
+    """Force parts of every plan made inside, by name: schedule, lanes, chunk, one_pass, row_warps, warps, tile, ..."""
     token = _forced.set({**_forced.get(), **choices})
     try:
         yield
@@ -235,6 +266,7 @@ class LinearOrder:
     lanes: Lanes
     chunk: int  # steps a chunk; the whole length without split
     row_warps: int  # warps that share a row
+    one_pass: bool = False  # a split whose chunks are tiles, and each looks back at those before it; of float32
 
 
 @dataclass(frozen=True)
@@ -242,6 +274,7 @@ class LinearFit:
     """What the bits do not depend on."""
 
     warps: int  # a block
+    blocks: int = 0  # at most, in one pass
 
 
 @dataclass(frozen=True)
@@ -257,9 +290,31 @@ class LinearPlan:
 def linear_tile(problem: LinearProblem, lanes: Lanes, row_warps: int) -> int:
     """Steps that `row_warps` warps take at once."""
     if lanes is Lanes.ROWS:
-        return row_warps * 32 // problem.state_bytes  # kSteps steps a thread
-    items = 16 // problem.item_bytes  # a pack
-    return row_warps * (4 if items == 4 else 2) * 32 * items  # kRounds packs a thread
+        return row_warps * _steps(problem.state_bytes)
+    return row_warps * _pack_rounds(problem.item_bytes) * 32 * (16 // problem.item_bytes)
+
+
+def _steps(state_bytes: int) -> int:
+    """Steps of a thread in a tile; kSteps in linear_scan.cu."""
+    return 2 if state_bytes == 16 else 64 // state_bytes
+
+
+def _pack_rounds(item_bytes: int) -> int:
+    """Packs of a thread in a tile; kRounds in linear_tile.cuh."""
+    return 4 if item_bytes == 4 else 2
+
+
+def linear_slots(item_bytes: int, state_bytes: int, lanes: Lanes) -> int:
+    """Bytes of a thread's gates and inputs in a tile."""
+    steps = _steps(state_bytes) * item_bytes
+    return 2 * (steps if lanes is Lanes.ROWS else 16 * _pack_rounds(item_bytes))
+
+
+def _one_pass_warps(problem: LinearProblem, lanes: Lanes, limits: DeviceLimits) -> int:
+    """Warps of a block in one pass: as many as have memory for three tiles, and for the maps of all."""
+    maps = 2 * problem.state_bytes * (4 * 32 if lanes is Lanes.ROWS else 3)  # of a warp
+    slots = 3 * 32 * linear_slots(problem.item_bytes, problem.state_bytes, lanes)
+    return next(w for w in (8, 4, 2, 1) if w * slots + BLOCK_WARPS * maps + 1024 <= limits.shared_memory)
 
 
 @_tunable
@@ -282,15 +337,29 @@ def plan_linear(problem: LinearProblem, limits: DeviceLimits) -> LinearPlan:
         split = schedule is Schedule.SPLIT
 
     chunk, chunks = length, 1
+    if split and problem.item_bytes == 4 and force.get("one_pass", "chunk" not in force):
+        row_warps = force.get("row_warps", _one_pass_warps(problem, lanes, limits))
+        chunk = linear_tile(problem, lanes, row_warps)
+        chunks = _ceil_div(length, chunk)
+        most = limits.multiprocessors * _threshold("linear: blocks a multiprocessor in one pass")
+        reason = (
+            f"split: {rows} rows would leave the chip idle, so blocks share their {chunks} tiles in one pass, "
+            f"{row_warps} warp{'s' * (row_warps > 1)} on each of {'32 rows' if lanes is Lanes.ROWS else 'a row'}"
+        )
+        order = LinearOrder(Schedule.SPLIT, lanes, chunk, row_warps, one_pass=True)
+        return LinearPlan(order, LinearFit(row_warps, min(teams * chunks, most)), chunks, reason)
     if split:
         aim = limits.multiprocessors * _threshold("linear: warps a multiprocessor that a split aims at")
         chunk = max(_threshold("linear: steps a chunk at least"), _ceil_div(length * teams, aim))
         chunk = force.get("chunk", _round_up(chunk, linear_tile(problem, lanes, BLOCK_WARPS)))
         chunks = _ceil_div(length, chunk)
-    # More warps on a row until the chip is full, or the row covered.
+    # More warps on a row until the chip is full, or the row covered. A block of eight over rows takes the registers of
+    # a multiprocessor, and one over time 64 KiB of shared memory and some.
+    large = teams * chunks <= limits.multiprocessors if lanes is Lanes.ROWS else limits.shared_memory > 66 << 10
     row_warps = next(
         (w for w in _WARPS if teams * chunks * w >= full or linear_tile(problem, lanes, w) >= chunk), BLOCK_WARPS
     )
+    row_warps = min(row_warps, BLOCK_WARPS if large else BLOCK_WARPS // 2)
     row_warps = force.get("row_warps", 1 if schedule is Schedule.SERIAL else row_warps)
     if schedule is None:
         serial = lanes is Lanes.ROWS and row_warps == 1
@@ -303,14 +372,22 @@ def plan_linear(problem: LinearProblem, limits: DeviceLimits) -> LinearPlan:
         reason = f"{schedule.value}: lanes over {lanes.value}, {shape}"
     # Small blocks spread evenly; many large ones cost fewer launches of blocks.
     many = limits.multiprocessors * _threshold("linear: warps a multiprocessor from which blocks are large")
-    warps = BLOCK_WARPS if teams * chunks * row_warps >= many else row_warps
+    warps = max(BLOCK_WARPS // 2, row_warps) if teams * chunks * row_warps >= many else row_warps
     order = LinearOrder(schedule, lanes, chunk, row_warps)
     return LinearPlan(order, LinearFit(force.get("warps", warps)), chunks, reason)
 
 
+def with_summaries(plan: LinearPlan, problem: LinearProblem, limits: DeviceLimits) -> LinearPlan:
+    """The plan of a caller that needs the summaries of chunks: three launches in the place of one pass."""
+    if not plan.order.one_pass:
+        return plan
+    with forced(schedule=Schedule.SPLIT, lanes=plan.order.lanes, one_pass=False):
+        return plan_linear(problem, limits)
+
+
 def plan_linear_summaries(chunks: int, lanes: Lanes) -> LinearPlan:
     """The scan over the chunks of a split, on summaries that lie as the lanes do: short, and never split again."""
-    row_warps = BLOCK_WARPS if lanes is Lanes.TIME else 1
+    row_warps = BLOCK_WARPS // 2 if lanes is Lanes.TIME else 1
     order = LinearOrder(Schedule.SERIAL if row_warps == 1 else Schedule.BLOCK, lanes, chunks, row_warps)
     return LinearPlan(order, LinearFit(max(row_warps, 4)), 1, "over the summaries of a split")
 
@@ -534,7 +611,10 @@ def plan_selective(problem: SelectiveProblem, limits: DeviceLimits) -> Selective
         elif tiles[-1].states > 4:
             enough = _threshold("selective: the same, of threads with more than 4 states")
         few = _warps(problem, tiles[-1]) < limits.multiprocessors * enough
-        schedule = Schedule.SPLIT if few and chunks > 1 else Schedule.SERIAL
+        steps = _threshold("selective: steps for each warp below which time is not split") * warps
+        steps = max(steps, _threshold("selective: steps below which time is not split"))
+        long = problem.length >= steps or problem.sequences > 1 or "chunk" in force
+        schedule = Schedule.SPLIT if few and long and chunks > 1 else Schedule.SERIAL
     if schedule is Schedule.SPLIT:
         reason = f"split: {warps} warps over batch and channels leave the chip idle, so time is in {chunks} chunks"
     elif schedule is Schedule.SERIAL:
@@ -576,23 +656,45 @@ class BackwardTile:
         """States a block."""
         return 4 * self.states
 
+    @property
+    def run(self) -> int:
+        """Neighbouring items of a sequence that a thread moves."""
+        return STATE_INTERVAL * self.channels // self.threads
+
+    @property
+    def couple_run(self) -> int:
+        """Neighbouring items of B or C that a thread moves."""
+        return STATE_INTERVAL * self.slice // self.threads
+
+    def _slots(self, kind: SelectiveKind, arrays: int) -> int:
+        """Bytes of so many arrays' slots and of those of one of B and C."""
+        sets = 2 if kind.item_bytes <= 2 else 1
+        couple = STATE_INTERVAL * self.slice * (kind.state_bytes if kind.complex else kind.item_bytes)
+        return arrays * sets * STATE_INTERVAL * self.channels * kind.item_bytes + couple
+
+    def summary_memory(self, kind: SelectiveKind) -> int:
+        """Bytes of BackwardTile::Summary in selective_scan_backward.cu, which asserts them."""
+        padding = 2 * 1 + 9 if kind.time_fast else 2 * 8 + 8  # of drive and dy
+        sequences = STATE_INTERVAL * (3 * self.channels + padding) + self.channels
+        item, inputs = 4 * 8 + 8 * 4, 6 * self.threads * 8
+        return item + inputs + sequences * kind.real_bytes + self._orders(kind, kind.time_C) + self._slots(kind, 3)
+
+    def _orders(self, kind: SelectiveKind, varies: bool) -> int:
+        """Bytes of B or C in all orders."""
+        return self.states * (STATE_INTERVAL * self.slice * kind.state_bytes + 32) if varies else 16
+
     def shared_memory(self, kind: SelectiveKind) -> int:
-        """Bytes of BackwardTile::Shared in selective_scan_backward.cu, which asserts them."""
-        item, real, state = kind.item_bytes, kind.real_bytes, kind.state_bytes
-        sets = 2 if item <= 2 else 1
-        padding = 2 * 1 + 6 + 2 * 7 if kind.time_fast else 2 * 0 + 8 + 2 * 8  # of drive, dy and sums
-        sequences = STATE_INTERVAL * (5 * self.channels + padding) * real + 2 * self.channels * real
+        """Bytes of BackwardTile::Shared, which holds Summary."""
+        real, state = kind.real_bytes, kind.state_bytes
+        row, more = (9, 18) if kind.time_fast else (8, 16)
+        sums = 2 * (STATE_INTERVAL * (self.channels + row) + more) + self.channels
         couples = sum(STATE_INTERVAL if varies else 1 for varies in (kind.time_B, kind.time_C))
-        couples *= self.slice * (self.states + self.threads // 32) * state
-        entering = (STATE_INTERVAL // self.steps + 1) * self.threads * self.states * state
-        slots = 4 * sets * STATE_INTERVAL * self.channels * item
-        piece = STATE_INTERVAL // 2
-        along, rows = (piece, self.slice) if kind.time_fast else (self.slice, piece)
-        pairs = _ceil_div(rows, self.threads // (along // 2))
-        couple_slots = 2 * 2 * pairs * self.threads * 2 * (state if kind.complex else item)
-        offsets = 5 * self.threads * 8
-        totals = (4 * self.threads if real == 8 else 4) * real
-        return sequences + couples + entering + offsets + totals + slots + couple_slots
+        couples *= (self.threads // 32) * self.slice
+        entering = (STATE_INTERVAL // self.steps + 1) * self.threads * self.states
+        totals = 2 * self.threads * (1 if kind.time_fast else self.run)
+        gradients = 3 * self.threads * 8 + 2 * 2 * 8
+        own = (sums + totals) * real + (couples + entering) * state + gradients
+        return self.summary_memory(kind) + own + self._orders(kind, kind.time_B) + self._slots(kind, 1)
 
 
 def backward_tile(kind: SelectiveKind) -> BackwardTile:
@@ -610,6 +712,7 @@ class BackwardOrder:
     """What fixes the bits."""
 
     chunk: int  # steps a chunk, whole intervals
+    summary: int  # steps of a chunk that are summarised together, a divisor of it
     part: int  # rows of the batch whose sums of dA, dD and d(delta_bias) are one
     channels: int  # channels whose sums of dB and dC are one
 
@@ -635,25 +738,36 @@ def plan_backward(problem: SelectiveProblem, limits: DeviceLimits) -> BackwardPl
             f"{problem.kind.item}, and this device has {limits.shared_memory}"
         )
     tiles = problem.groups * _ceil_div(problem.channels // problem.groups, tile.channels)
-    aim = limits.multiprocessors * _threshold("selective backward: blocks a multiprocessor that a split aims at")
+    resident = limits.multiprocessors * _threshold("selective backward: blocks a multiprocessor that are resident")
     most = limits.multiprocessors * _threshold("selective backward: blocks a multiprocessor at most")
     parts = force.get("parts", min(problem.batch, max(1, most // tiles)))
     part = _ceil_div(problem.batch, parts)
     parts = _ceil_div(problem.batch, part)
     blocks = tiles * parts
-    least = _threshold("selective backward: steps a chunk at least")
+    summaries = _threshold("selective backward: time of the summaries, in percent of the gradients'") / 100
+
+    def cost(chunks: int) -> float:  # the rounds in which blocks are resident, and the summaries of all but one chunk
+        return (_ceil_div(blocks * chunks, resident) + summaries * (chunks - 1)) / chunks
+
     chunk = problem.length
     if "chunk" in force:
         chunk = min(chunk, _round_up(force["chunk"], STATE_INTERVAL))
-    elif 100 * blocks < limits.multiprocessors * _threshold(
-        "selective backward: blocks a multiprocessor, in percent, below which time is split"
-    ):
-        wanted = max(1, min(aim // blocks, problem.length // least))
-        chunk = min(chunk, _round_up(_ceil_div(problem.length, wanted), STATE_INTERVAL))
-    chunks = _ceil_div(problem.length, chunk)
+    else:
+        longest = problem.length // _threshold("selective backward: steps a chunk at least")
+        several = min(longest, max(8, resident // blocks), most // blocks)
+        chunks = min(range(1, max(1, several) + 1), key=cost)
+        chunk = min(chunk, _round_up(_ceil_div(problem.length, chunks), STATE_INTERVAL))
+    chunks, summary = _ceil_div(problem.length, chunk), chunk
+    if chunks > 1:
+        aim = limits.multiprocessors * _threshold("selective backward: blocks a multiprocessor that summaries aim at")
+        least = _threshold("selective backward: steps that are summarised together at least")
+        pieces = min(_ceil_div(aim, blocks * (chunks - 1)), max(1, chunk // least))
+        summary = _round_up(_ceil_div(chunk, force.get("pieces", pieces)), STATE_INTERVAL)
+        chunk = summary * _ceil_div(chunk, summary)
+        chunks = _ceil_div(problem.length, chunk)
     cut = f"time is cut into {chunks} chunks" if chunks > 1 else "time in the thread"
     reason = f"{blocks} blocks over batch and channels, {part} rows of the batch each: {cut}"
-    return BackwardPlan(BackwardOrder(chunk, part, tile.channels), chunks, parts, reason)
+    return BackwardPlan(BackwardOrder(chunk, summary, part, tile.channels), chunks, parts, reason)
 
 
 # --- selective_state_update --------------------------------------------------------------------------------------
@@ -749,6 +863,83 @@ def plan_update(problem: UpdateProblem) -> UpdatePlan:
 def _power_of_two(x: int) -> int:
     """The least that is not below x."""
     return 1 << max(x - 1, 0).bit_length()
+
+
+# --- what stands around a scan -------------------------------------------------------------------------------------
+
+CONV_THREADS = 128  # a block
+CONV_BLOCKS, CONV_BACKWARD_BLOCKS = 5, 4  # a multiprocessor, that the registers are bounded for
+CONV_WIDTH = 4  # kConvWidth in causal_conv1d.cuh: the width that comes in vectors
+CONV_STEPS = 8  # kConvSteps in causal_conv1d.cu: what a thread has under way
+NORM_ITEMS = 4  # kNormItems in rms_norm.cuh: columns a thread
+NORM_THREADS = 1024  # a block at most
+NORM_SUMS = 32  # partial sums that are added at once
+PRODUCT_WARPS = 8  # kProductWarps in matrix_vector.cu
+MOST_PRODUCTS = 8  # rows of x at most
+
+
+@dataclass(frozen=True)
+class ConvPlan:
+    """How a causal_conv1d or its backward runs, and why. Only the backward's bits depend on it."""
+
+    chunk: int  # steps a thread
+    part: int  # rows of the batch a thread
+    reason: str
+
+
+def plan_conv(batch: int, length: int, groups: int, limits: DeviceLimits) -> ConvPlan:
+    """Cut time; `groups` threads stand side by side over the channels."""
+    aim = limits.multiprocessors * _threshold("convolution: threads a multiprocessor that a cut of time aims at")
+    most = _threshold("convolution: steps a thread at most")
+    chunk = min(max(_round_up(batch * length * groups // aim, CONV_STEPS), 2 * CONV_STEPS), most)
+    chunk = max(_forced.get().get("conv_chunk", chunk), CONV_WIDTH - 1)  # as few as a thread may have
+    return ConvPlan(chunk, 1, f"a thread has {chunk} steps")
+
+
+def plan_conv_backward(batch: int, length: int, groups: int, limits: DeviceLimits) -> ConvPlan:
+    """Cut batch and time into at most as many parts as are resident at once: each has its sums in scratch."""
+    parts = max(1, limits.multiprocessors * CONV_BACKWARD_BLOCKS * CONV_THREADS // groups)
+    part = _ceil_div(batch, min(batch, parts))
+    chunk = _ceil_div(length, max(1, parts // _ceil_div(batch, part)))
+    chunk = max(_forced.get().get("conv_chunk", max(chunk, 4 * CONV_STEPS)), CONV_WIDTH - 1)
+    part = _forced.get().get("conv_part", part)
+    return ConvPlan(chunk, part, f"a thread has {chunk} steps of {part} rows")
+
+
+@dataclass(frozen=True)
+class NormPlan:
+    """How an rms_norm or its backward runs, and why. It fixes the bits."""
+
+    threads: int  # a row
+    parts: int  # that the rows fall into, in the backward: each has a sum for the weight
+    reason: str
+
+
+def plan_norm(rows: int, width: int, limits: DeviceLimits) -> NormPlan:
+    """A block on each row; a multiple of NORM_SUMS parts, where there are so many rows."""
+    threads = min(_round_up(_ceil_div(width, NORM_ITEMS), 32), NORM_THREADS)
+    aim = _round_up(limits.multiprocessors * (2048 // threads), NORM_SUMS)
+    parts = min(rows, aim) // NORM_SUMS * NORM_SUMS or rows
+    parts = _forced.get().get("norm_parts", parts)
+    return NormPlan(threads, parts, f"{threads} threads on a row")
+
+
+@dataclass(frozen=True)
+class ProductPlan:
+    """How a matrix_vector runs, and why. It fixes the bits."""
+
+    row_warps: int  # on a row of the matrix, a power of two
+    reason: str
+
+
+def plan_product(rows: int, pieces: int, limits: DeviceLimits) -> ProductPlan:
+    """More warps on a row until there are enough, or each lane has one piece."""
+    aim = limits.multiprocessors * _threshold("product: warps a multiprocessor that rows are shared for")
+    row_warps = 1
+    while row_warps < PRODUCT_WARPS and rows * row_warps < aim and pieces > 32 * row_warps:
+        row_warps *= 2
+    row_warps = _forced.get().get("product_warps", row_warps)
+    return ProductPlan(row_warps, f"{row_warps} warp{'s' * (row_warps > 1)} on a row")
 
 
 # --- NumPy -------------------------------------------------------------------------------------------------------

@@ -272,10 +272,10 @@ def _families(layouts: tuple[str, ...], item: str = ITEM) -> Iterator[Family]:
         serial: list[Arrays] = [{"schedule": Schedule.SERIAL}] if lanes is Lanes.ROWS else []
         block: Arrays = {"schedule": Schedule.BLOCK, "lanes": lanes, "row_warps": 4}
         plans = [*serial, block, {**block, "schedule": Schedule.SPLIT, "chunk": 50}]
-        yield _pair(linear_name(lanes, summarise=False, item=item)), linear_scan, plans, inputs
+        yield _pair(linear_name(lanes, "apply", item)), linear_scan, plans, inputs
         cut = [(_cut(given, (3, 333)), exact) for given, exact in inputs]
         packed = [(_packed(given, 333, (3,)), exact) for given, exact in inputs]
-        name = _pair(linear_name(lanes, summarise=False, item=item, segmented=True))
+        name = _pair(linear_name(lanes, "apply", item, segmented=True))
         yield name, linear_scan, plans, cut + packed
     for layout in layouts:
         for state in (11, 12, 64, 128):  # 1, 4, 8 and 16 a thread

@@ -15,6 +15,13 @@ from pathlib import Path
 
 from ._plan import (
     BLOCK_WARPS,
+    CONV_BACKWARD_BLOCKS,
+    CONV_BLOCKS,
+    CONV_THREADS,
+    ITEM_BYTES,
+    MOST_PRODUCTS,
+    NORM_THREADS,
+    PRODUCT_WARPS,
     STATE_INTERVAL,
     UPDATE_THREADS,
     BackwardTile,
@@ -44,7 +51,7 @@ _CPP = {
 # The argument structs of cuda_src/*_args.cuh as _launch.py packs them. The text asserts the sizes.
 LINEAR_ARRAY = "<9q"
 LINEAR_TAIL = "<2q2d2f" + "8q" + "4q" + "3i4x"
-LINEAR_SEGMENTS = "<2q"
+LINEAR_SEGMENTS = "<4q"
 LINEAR_ARGS = 6 * struct.calcsize(LINEAR_ARRAY) + struct.calcsize(LINEAR_TAIL) + struct.calcsize(LINEAR_SEGMENTS)
 LINEAR_BACKWARD_TAIL = "<5i4x"
 LINEAR_BACKWARD_ARGS = LINEAR_ARGS + 3 * struct.calcsize(LINEAR_ARRAY) + struct.calcsize(LINEAR_BACKWARD_TAIL)
@@ -106,10 +113,22 @@ def marks_source() -> KernelSource:
     return _module("step_marks.cu", ("MarkArgs", struct.calcsize(MARK_ARGS)), {"step_marks": entry})
 
 
-def linear_name(lanes: Lanes, summarise: bool, item: str, *, segmented: bool = False) -> str:
-    """Entry point of a linear_scan kernel."""
-    what = "summarise" if summarise else "apply"
-    return "_".join(["linear_scan", lanes.value, what, *["segmented"] * segmented, item])
+_LINEAR_PARTS = {"apply": "kApply", "summarise": "kSummarise", "pass": "kOnePass"}
+
+
+def linear_name(lanes: Lanes, part: str, item: str, *, segmented: bool = False) -> str:
+    """Entry point of a linear_scan kernel that does one of _LINEAR_PARTS."""
+    return "_".join(["linear_scan", lanes.value, part, *["segmented"] * segmented, item])
+
+
+def _linear_bounds(lanes: Lanes, part: str, item: str, *, segmented: bool) -> tuple[int, int]:
+    """Threads of a block, and blocks a multiprocessor that the registers are bounded for."""
+    if item == "complex128":
+        return 32 * BLOCK_WARPS, 1
+    if lanes is Lanes.ROWS and part != "pass":
+        return 48 * BLOCK_WARPS, 1
+    many = lanes is Lanes.TIME and part != "pass" and ITEM_BYTES[item] <= 4 and not segmented
+    return (40 if many else 32) * BLOCK_WARPS, 2
 
 
 @cache
@@ -119,17 +138,19 @@ def linear_source(item: str, *, segmented: bool = False) -> KernelSource:
 
     entries = {}
     # Summaries are in the accumulation type, and scanned by the same kernels.
-    wanted = [(item, False), (item, True)]
+    one_pass = item == "float32" and not segmented
+    wanted = [(item, part) for part in _LINEAR_PARTS if part != "pass" or one_pass]
     if accumulation(item) != item:
-        wanted.append((accumulation(item), False))
-    for each, summarise in wanted:
+        wanted.append((accumulation(item), "apply"))
+    for each, part in wanted:
         for lanes in Lanes:
-            name = linear_name(lanes, summarise, each, segmented=segmented)
-            blocks = 1 if each == "complex128" else 2  # a multiprocessor, that the registers are bounded for
+            name = linear_name(lanes, part, each, segmented=segmented)
+            threads, blocks = _linear_bounds(lanes, part, each, segmented=segmented)
+            template = f"{_CPP[each]}, {_LINEAR_PARTS[part]}, {_flags(segmented)}"
             entries[name] = (
-                f'extern "C" __global__ void __launch_bounds__({32 * BLOCK_WARPS}, {blocks}) '
-                f"{name}(const LinearArgs args) "
-                f"{{ linear_{lanes.value}<{_CPP[each]}, {_flags(summarise, segmented)}>(args); }}"
+                f'extern "C" __global__ void __launch_bounds__({threads}, {blocks}) {name}(const LinearArgs args) {{\n'
+                f"  extern __shared__ __align__(16) unsigned char memory[];\n"
+                f"  linear_{lanes.value}<{template}>(args, memory);\n}}"
             )
     return _module("linear_scan.cu", ("LinearArgs", LINEAR_ARGS), entries)
 
@@ -143,12 +164,15 @@ def linear_backward_name(lanes: Lanes, item: str, *, segmented: bool) -> str:
 def linear_backward_source(item: str, *, segmented: bool) -> KernelSource:
     """Both linear_scan_backward kernels of an item type."""
     entries = {}
-    # Half the registers are too few for a complex128, and with segments for some compilers and chips.
-    blocks = 1 if segmented or item == "complex128" else 2
     for lanes in Lanes:
+        # Half the registers are too few for a complex128, and with segments for some compilers and chips; for rows they
+        # are bounded for three blocks of four warps.
+        few = segmented or item == "complex128"
+        threads = 32 * BLOCK_WARPS if few or lanes is Lanes.TIME else 48 * BLOCK_WARPS
+        blocks = 1 if few or lanes is Lanes.ROWS else 2
         name = linear_backward_name(lanes, item, segmented=segmented)
         entries[name] = (
-            f'extern "C" __global__ void __launch_bounds__({32 * BLOCK_WARPS}, {blocks}) '
+            f'extern "C" __global__ void __launch_bounds__({threads}, {blocks}) '
             f"{name}(const LinearBackwardArgs args) "
             f"{{ linear_backward_{lanes.value}<{_CPP[item]}, {_flags(segmented)}>(args); }}"
         )
@@ -206,7 +230,7 @@ def selective_source(kind: SelectiveKind) -> KernelSource:
 
 
 BACKWARD_HEAD = "<" + 8 * _SEQUENCE_ARRAY + 2 * _COUPLE_ARRAY + 2 * "6q" + "4q2q3q3q" + "4q3q" + "6q"
-BACKWARD_TAIL = "<5q" + "2d2f" + "12i" + "10q"
+BACKWARD_TAIL = "<8q" + "2d2f" + "12i" + "10q"
 
 
 def backward_name(kind: SelectiveKind, tile: BackwardTile, summarise: bool) -> str:
@@ -222,21 +246,22 @@ def backward_source(kind: SelectiveKind) -> KernelSource:
     sizes = [str(size) for size in (tile.states, tile.channels, tile.steps)]
     flags = _flags(kind.time_fast, kind.time_B, kind.time_C, kind.segmented)
     template = f"BackwardTile<{', '.join([_CPP[kind.item], _CPP[kind.state], *sizes, flags])}>"
-    memory = tile.shared_memory(kind)
-    entries = {
-        "interval": f"static_assert(kStateInterval == {STATE_INTERVAL});",
-        "shared memory": f'static_assert(sizeof({template}::Shared) == {memory}, "the plan counts on this much");',
-    }
-    for summarise in (False, True):
+    entries = {"interval": f"static_assert(kStateInterval == {STATE_INTERVAL});"}
+    shared = {}
+    for summarise, struct_, memory, blocks in (
+        (False, "Shared", tile.shared_memory(kind), 1),
+        (True, "Summary", tile.summary_memory(kind), 4),
+    ):
         name = backward_name(kind, tile, summarise)
+        shared[name] = memory
+        entries[struct_] = f'static_assert(sizeof({template}::{struct_}) == {memory}, "the plan counts on this much");'
         entries[name] = (
-            f'extern "C" __global__ void __launch_bounds__({tile.threads}, 1) '
+            f'extern "C" __global__ void __launch_bounds__({tile.threads}, {blocks}) '
             f"{name}(const SelectiveBackwardArgs args) {{\n"
             f"  extern __shared__ __align__(16) unsigned char memory[];\n"
             f"  selective_scan_backward<{template}, {_flags(summarise)}>(args, memory);\n}}"
         )
     size = struct.calcsize(BACKWARD_HEAD) + struct.calcsize(BACKWARD_TAIL)
-    shared = {name: memory for name in entries if name.startswith("selective")}
     return _module("selective_scan_backward.cu", ("SelectiveBackwardArgs", size), entries, shared)
 
 
@@ -279,6 +304,58 @@ def update_source(item: str, state: str) -> KernelSource:
     return _module("selective_state_update.cu", ("UpdateArgs", struct.calcsize(UPDATE_ARGS)), entries)
 
 
+# A call's item type is told apart once a thread, not by kernels of its own.
+CONV_ARGS = "<6q" + "15q5q" + "6i"
+CONV_BACKWARD_ARGS = "<4q2q"  # after those of the forward
+NORM_ARGS = "<5q" + "5q2q" + "f5i"
+NORM_BACKWARD_ARGS = "<3q" + "4q1q" + "2i"
+PRODUCT_ARGS = "<5q" + "7q2q" + "7i4x"
+
+
+def _plain_source(name: str, arguments: tuple[str, int], bounds: str, call: str, file: str = "") -> KernelSource:
+    """A module of one kernel that hands its argument to a function."""
+    entry = (
+        f'extern "C" __global__ void __launch_bounds__({bounds}) {name}(const {arguments[0]} args) {{ {call}(args); }}'
+    )
+    return _module(file or f"{name}.cu", arguments, {name: entry})
+
+
+@cache
+def conv_source() -> KernelSource:
+    """The kernel of causal_conv1d."""
+    arguments = "ConvArgs", struct.calcsize(CONV_ARGS)
+    return _plain_source("causal_conv1d", arguments, f"{CONV_THREADS}, {CONV_BLOCKS}", "convolve")
+
+
+@cache
+def conv_backward_source() -> KernelSource:
+    """The kernel of its gradients."""
+    arguments = "ConvBackwardArgs", struct.calcsize(CONV_ARGS) + struct.calcsize(CONV_BACKWARD_ARGS)
+    bounds = f"{CONV_THREADS}, {CONV_BACKWARD_BLOCKS}"
+    return _plain_source("causal_conv1d_backward", arguments, bounds, "convolve_backward")
+
+
+@cache
+def norm_source() -> KernelSource:
+    """The kernel of rms_norm."""
+    return _plain_source("rms_norm", ("NormArgs", struct.calcsize(NORM_ARGS)), f"{NORM_THREADS}, 1", "norm_rows")
+
+
+@cache
+def norm_backward_source() -> KernelSource:
+    """The kernel of its gradients."""
+    arguments = "NormBackwardArgs", struct.calcsize(NORM_ARGS) + struct.calcsize(NORM_BACKWARD_ARGS)
+    return _plain_source("rms_norm_backward", arguments, f"{NORM_THREADS}, 1", "norm_rows_backward")
+
+
+@cache
+def product_source(most: int) -> KernelSource:
+    """The kernel of matrix_vector for at most so many rows of x: 1 or MOST_PRODUCTS."""
+    arguments = "ProductArgs", struct.calcsize(PRODUCT_ARGS)
+    call, bounds = f"multiply_by_rows<{most}>", f"{32 * PRODUCT_WARPS}, {4 if most == 1 else 2}"
+    return _plain_source(f"matrix_vector_{most}", arguments, bounds, call, "matrix_vector.cu")
+
+
 def all_sources() -> dict[str, KernelSource]:
     """Every module there is, by a readable name."""
     sources = {"step_marks": marks_source()}
@@ -294,6 +371,10 @@ def all_sources() -> dict[str, KernelSource]:
     sources["sum_partials"] = sum_source()
     for item, state in dict.fromkeys((kind.item, kind.state) for kind in update_kinds()):
         sources[f"selective_state_update {item}, state {state}"] = update_source(item, state)
+    sources["causal_conv1d"], sources["causal_conv1d_backward"] = conv_source(), conv_backward_source()
+    sources["rms_norm"], sources["rms_norm_backward"] = norm_source(), norm_backward_source()
+    for most in (1, MOST_PRODUCTS):
+        sources[f"matrix_vector {most}"] = product_source(most)
     return sources
 
 

@@ -56,6 +56,9 @@ def order_choices(problem: Any, order: Any) -> dict[str, Any]:
         return {"chunk": order.chunk, "parts": -(-problem.batch // order.part)}
     choices = {"schedule": order.schedule, "chunk": order.chunk}
     if isinstance(order, _plan.LinearOrder):
+        choices["one_pass"] = order.one_pass
+        if order.one_pass:  # in which a chunk is a tile
+            del choices["chunk"]
         if order.row_warps not in WARPS:
             raise ValueError(f"order.row_warps must be one of {WARPS}, got {order.row_warps}")
         return choices | {"lanes": order.lanes, "row_warps": order.row_warps}

@@ -30,6 +30,7 @@ KERNEL_PLANS = [
     *({**BLOCK, "lanes": Lanes.ROWS, "row_warps": warps} for warps in (2, 8)),
     *({**BLOCK, "lanes": Lanes.TIME, "row_warps": warps} for warps in (1, 4, 8)),
     *({**SPLIT, "lanes": lanes, "row_warps": 2} for lanes in Lanes),
+    *({**SPLIT, "lanes": lanes, "row_warps": 1, "one_pass": True} for lanes in Lanes),
 ]
 LANES = pytest.mark.parametrize("lanes", Lanes, ids=[lanes.value for lanes in Lanes])
 ROWS_AND_TIME = [SERIAL, {**BLOCK, "lanes": Lanes.TIME}]
@@ -498,6 +499,21 @@ def test_reverse_is_flip_scan_flip(executor):
         np.testing.assert_array_equal(last_again, last)
 
 
+@LANES
+@pytest.mark.parametrize("reverse", [False, True])
+def test_one_pass_over_many_groups(host_executor, lanes, reverse):
+    # A group is 128 tiles of 512 steps over time, and 4 tiles of 16 steps over rows: two are whole, and one is not.
+    shape = (2, 2 * 128 * 512 + 700) if lanes is Lanes.TIME else (37, 2 * 4 * 16 + 21)
+    a, b = exact_inputs(shape)
+    h0 = np.arange(-3, shape[0] - 3, dtype=np.float32)
+    expected, last = cuscan.linear_scan(a, b, h0, axis=1, return_last_state=True, reverse=reverse)
+    for warps in (1, 2):
+        plan = {**SPLIT, "lanes": lanes, "row_warps": warps}
+        h, end = scan(host_executor, a, b, h0, plan, axis=1, reverse=reverse)
+        np.testing.assert_array_equal(h, expected)
+        np.testing.assert_array_equal(end, last)
+
+
 # memory
 
 
@@ -511,6 +527,11 @@ def test_memory_is_outputs_and_two_summaries_a_chunk(host_executor, dtype, lanes
         assert sorted(host_executor.allocated) == sorted([output, last, summary, summary])
         host_executor(cuscan.linear_scan, a, b, axis=1, out=b)
         assert host_executor.allocated == [summary, summary]
+    with forced(**SPLIT, lanes=lanes, row_warps=1):
+        if dtype is np.float32:
+            host_executor(cuscan.linear_scan, a, b, axis=1, out=b)
+            tiles, groups = (44, 11) if lanes is Lanes.ROWS else (2, 1)
+            assert host_executor.allocated == [16 + 12 * (16 * tiles + 8 * groups)]
     with forced(**BLOCK, lanes=lanes):
         host_executor(cuscan.linear_scan, a, b, axis=1)
         assert host_executor.allocated == [output]

@@ -199,8 +199,31 @@ def test_a_split_fills_the_chip_it_is_planned_for():
     large, small = (_plan.plan_selective(problem, limits).chunks for limits in (H200, SMALL))
     assert large > small > 1
     problem = linear_problem(8, 1 << 20, time_fast=True)
-    large, small = (_plan.plan_linear(problem, limits).chunks for limits in (H200, SMALL))
+    large, small = (_plan.plan_linear(problem, limits).fit.blocks for limits in (H200, SMALL))
     assert large > small > 1
+    with forced(one_pass=False):
+        large, small = (_plan.plan_linear(problem, limits).chunks for limits in (H200, SMALL))
+    assert large > small > 1
+
+
+def test_one_pass_has_memory_for_its_tiles():
+    for lanes in Lanes:
+        problem = linear_problem(40, 1 << 20, time_fast=lanes is Lanes.TIME)
+        for shared, warps in ((64, 4), (99, 4 if lanes is Lanes.ROWS else 8), (227, 8)):
+            with forced(schedule=Schedule.SPLIT, lanes=lanes):
+                order = _plan.plan_linear(problem, DeviceLimits(90, 132, shared << 10)).order
+            assert (order.one_pass, order.row_warps) == (True, warps)
+            assert order.chunk == _plan.linear_tile(problem, lanes, warps)
+            assert 3 * 32 * warps * _plan.linear_slots(4, 4, lanes) < shared << 10
+
+
+def test_who_needs_summaries_gets_a_split_in_three_launches():
+    for problem, _, _ in LINEAR.values():
+        plan = _plan.plan_linear(problem, H200)
+        other = _plan.with_summaries(plan, problem, H200)
+        assert plan.order.one_pass == (plan.order.schedule is Schedule.SPLIT) == (plan != other)
+        assert not other.order.one_pass
+        assert (other.order.schedule, other.order.lanes) == (plan.order.schedule, plan.order.lanes)
 
 
 def test_short_packed_sequences_are_cut_into_more_chunks():
