@@ -123,7 +123,13 @@ def measure(device: str, steps: int) -> dict[str, Any]:
     }
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
+def draw(
+    record: dict[str, Any],
+    path: Path,
+    *,
+    title: str = "Two layers trained on text, float32",
+    labels: tuple[str, str] = ("plain recurrence in torch", "cuscan.selective_scan"),
+) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -132,9 +138,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "cuscan", "font.size": 9}):
         figure = Figure(figsize=(6.4, 4), layout="constrained")
         above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
-        above.plot(losses["recurrence"], color="#8fb8de", linewidth=5, label="plain recurrence in torch")
-        above.plot(losses["cuscan"], color="#33475b", linewidth=1.2, label="cuscan.selective_scan")
-        above.set(ylabel="loss (nats a byte)", title=f"Two layers trained on text, float32, {record['device']}")
+        above.plot(losses["recurrence"], color="#8fb8de", linewidth=5, label=labels[0])
+        above.plot(losses["cuscan"], color="#33475b", linewidth=1.2, label=labels[1])
+        above.set(ylabel="loss (nats a byte)", title=f"{title}, {record['device']}")
         above.legend(frameon=False)
         below.semilogy(differences(losses), ".", color="#33475b", markersize=3)
         below.axhline(1e-3, color="#b04a4a", linewidth=1)

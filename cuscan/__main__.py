@@ -1,4 +1,4 @@
-"""`python -m cuscan`: demo, info, selftest, kernels, tune, fuzz and diagnose."""
+"""`python -m cuscan`: demo, train, info, selftest, kernels, tune, fuzz and diagnose."""
 
 from __future__ import annotations
 
@@ -26,8 +26,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; the exit status is 1 if a check failed."""
     parser = argparse.ArgumentParser(prog="python -m cuscan", description=cuscan.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="run a layer over real text: values, errors and time")
+    demo = commands.add_parser("demo", help="run a layer and a model over real text: values, errors and time")
     demo.add_argument("--quick", action="store_true", help="stop at length 1024")
+    train = commands.add_parser("train", help="train a small Mamba on the topics of help(), byte by byte")
+    train.add_argument("--out", type=Path, default=Path("model"), metavar="DIR", help="the checkpoint (default: model)")
+    for option, default, meaning in (
+        ("seed", 0, "of the first weights and the batches"), ("steps", 2000, "of the optimizer"),
+        ("width", 128, "of the residual stream"), ("layers", 4, "blocks"),
+        ("batch", 16, "rows of a step"), ("length", 512, "bytes of a row"),
+    ):  # fmt: skip
+        train.add_argument(f"--{option}", type=int, default=default, help=f"{meaning} (default: {default})")
+    train.add_argument("--rate", type=float, default=3e-3, help="highest learning rate (default: 0.003)")
     commands.add_parser("info", help="print versions, device, limits and cache folder")
     selftest = commands.add_parser("selftest", help="check every kernel family numerically on the device that is there")
     selftest.add_argument("--all", action="store_true", help="every type as well, which takes minutes")
@@ -44,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tune = commands.add_parser("tune", help="time every order and fit of the plans on the GPU that is there")
     tune.add_argument("--selective", action="append", default=[], metavar="B,L,D,N", help="instead of the usual shapes")
     tune.add_argument("--linear", action="append", default=[], metavar="SHAPE@AXIS", help="such as 8,4096,1536@1")
-    tune.add_argument("--dtype", help="of these shapes (default: bfloat16, and float32 for --linear)")
+    tune.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint's scan, by the time of its prefill")
+    tune.add_argument("--prompt", default="1,2048", metavar="B,L", help="of --model (default: 1,2048)")
+    tune.add_argument("--dtype", help="of these (default: bfloat16, float32 for --linear, as saved for --model)")
     tune.add_argument("--layout", choices=("bld", "bdl"), default="bld", help="of --selective")
     tune.add_argument("--minutes", type=float, help="begin no further shape after this time")
     tune.add_argument("--record", type=Path, help="write what was timed to this JSON file")
@@ -62,12 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = {name: x for name, x in vars(chosen).items() if name != "command"}
         return not run_fuzz(lambda line: print(line, flush=True), **options)
     if chosen.command == "tune":
-        from cuscan import _selftest
+        from cuscan import _selftest, mamba
         from cuscan import tune as tuning
 
         name, missing = _selftest.gpu()
         if not name:
             print(f"tune needs a GPU: {missing}", file=sys.stderr)
+            return 1
+        if chosen.model and not mamba.has_cublas():
+            print("tune --model needs cuBLAS: install cuscan with the extra cublas12 or cublas13", file=sys.stderr)
             return 1
         options = {name: x for name, x in vars(chosen).items() if name != "command"}
         tuning.run(lambda line: print(line, flush=True), **options)
@@ -76,6 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from cuscan.demo import run
 
         return not run(quick=chosen.quick)
+    if chosen.command == "train":
+        from cuscan.mamba import training
+
+        options = {name: x for name, x in vars(chosen).items() if name != "command"}
+        training.train(lambda line: print(line, flush=True), **options)
+        return 0
     if chosen.command == "info":
         info()
         return 0

@@ -1,4 +1,4 @@
-"""The demo: sequences worked by hand, a layer run over real text against float64, and the time it takes.
+"""The demo: sequences worked by hand, a layer over real text against float64, its time, and a language model.
 
 `python -m cuscan demo` prints its tables, with their checks, on the GPU if there is one and else on the CPU.
 """
@@ -11,19 +11,23 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 import cuscan
-from cuscan import _compile, _selftest, _source, ssm
+from cuscan import _compile, _selftest, _source, mamba, ssm
+from cuscan.mamba import checkpoint, training
 from cuscan.testing import oracle
 
 Array = NDArray[np.float32]
 
 CHIPS = (80, 90, 100, 120)  # architectures whose registers are shown
 STATE = 16
+WEIGHTS = Path(mamba.__file__).parent / "weights"
+PROMPT = b"The "
 FOLLOWED = 2  # channels whose values are compared: the oracle takes some microseconds for each step and state
 
 # h[t] = a[t] h[t-1] + b[t], worked by hand: (title, a, b, h forward, h in reverse).
@@ -147,7 +151,7 @@ def bfloat16(x: Array) -> Array:
 
 
 def run(*, quick: bool = False) -> bool:
-    """Print the four parts.
+    """Print the five parts.
 
     Parameters
     ----------
@@ -164,6 +168,7 @@ def run(*, quick: bool = False) -> bool:
     lengths = [2**k for k in range(8, 11 if quick else 14)]
     passed = [hand_worked(xp), accuracy(xp, lengths)]
     speed(xp, lengths)
+    passed.append(language_model(xp, 2048 if quick else 8192))
     if not quick:
         passed.append(kernels())
     print("\nEvery check passed." if all(passed) else "\nA CHECK FAILED: see above.")
@@ -259,9 +264,38 @@ def speed(xp: Any, lengths: Sequence[int]) -> None:
     _table(("length", "step by step", "scan", "ratio"), rows)
 
 
+def language_model(xp: Any, length: int) -> bool:
+    """Print how well the model that comes with the package tells text, and a sample; True if its checks pass."""
+    print("\n4. A small Mamba, trained on other topics of help(), reads those held out")
+    if xp is not np and not mamba.has_cublas():
+        print("   (on the CPU: cuBLAS is not installed)")
+        xp = np
+    config, parameters = mamba.load(WEIGHTS, xp=xp, dtype="float32")
+    model = mamba.Model(config, parameters)
+    text = training.corpus()[1][:length]
+    bits, frequencies = training.bits_per_byte(model, text), _entropy(text)
+    right = bits < 0.75 * frequencies
+    count = sum(x.size for x in parameters.values())
+    made_by = f"made by {checkpoint.metadata(WEIGHTS / 'model.safetensors')['command']}"
+    print(textwrap.fill(made_by, 79, initial_indent="   (", subsequent_indent="    ") + ")")
+    print(f"   {count} parameters, {bits:.2f} bits a byte over {len(text)} bytes: {_verdict(right)}")
+    print(f"   ({frequencies:.2f} by the bytes' frequencies alone)")
+    prompt = np.frombuffer(PROMPT, np.uint8).astype(np.int64)[np.newaxis]
+    made = _host(model.generate(prompt, 64))
+    whole = _host(model(np.concatenate([prompt, made], 1))[:, len(PROMPT) - 1 : -1].argmax(-1))
+    same = bool((made == whole).all())
+    print(f"   64 bytes made step by step are those of the whole sequence at once: {_verdict(same)}")
+    sample = bytes(_host(model.generate(prompt, 240, temperature=0.6, seed=1))[0].tolist())
+    print("   a sample:")
+    for line in (PROMPT + sample).decode(errors="replace").splitlines():
+        for part in textwrap.wrap(line, 74) or [""]:
+            print(f"   | {part}")
+    return right and same
+
+
 def kernels() -> bool:
     """Run the kernels of one module, and print what they take on four chips; True if they are right."""
-    print("\n4. The kernels of linear_scan in float32")
+    print("\n5. The kernels of linear_scan in float32")
     told: list[str] = []
     passed = _selftest.run(told.append, only="linear_scan")
     for line in told[:-1]:  # the last says what this function returns
@@ -303,6 +337,12 @@ def _within(y: NDArray[Any], truth: oracle.Scan) -> bool:
     except AssertionError:
         return False
     return True
+
+
+def _entropy(text: NDArray[np.uint8]) -> float:
+    share = np.bincount(text) / len(text)
+    share = share[share > 0]
+    return float(-(share * np.log2(share)).sum())
 
 
 def _rms(x: NDArray[Any]) -> float:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import test_activations
+import test_mamba_ops
 import test_selective_vjp
 import test_state_update
 
@@ -38,8 +39,10 @@ RECORD = Path(__file__).parent.parent / "bench" / "results" / "mutation.json"
 SECONDS = 400  # a mutant
 FILES = (
     "operators.cuh", "warp_scan.cuh", "activations.cuh", "selective_tile.cuh", "selective_scan.cu", "item_types.cuh",
-    "tile_io.cuh", "pair_stream.cuh", "linear_scan.cu", "linear_tile.cuh", "step_marks.cu", "step_marks.cuh",
+    "tile_io.cuh", "run_stream.cuh", "linear_scan.cu", "linear_tile.cuh", "step_marks.cu", "step_marks.cuh",
     "selective_state_update.cu", "selective_scan_backward.cu", "linear_scan_backward.cu", "sum_partials.cu",
+    "causal_conv1d.cuh", "causal_conv1d.cu", "causal_conv1d_backward.cu", "rms_norm.cuh", "rms_norm.cu",
+    "rms_norm_backward.cu", "matrix_vector.cu",
 )  # fmt: skip
 
 
@@ -276,6 +279,12 @@ def try_mutant(mutant, to):
         own = {
             "activations.cuh": test_activations.check_all,
             "selective_state_update.cu": lambda: test_state_update.check_all(executor("forward").modules),
+        }
+        around = ("causal_conv1d", "rms_norm", "matrix_vector")
+        own |= {
+            file: lambda: test_mamba_ops.check_all(executor("forward").modules)
+            for file in FILES
+            if file.startswith(around)
         }
         for file, check in own.items():
             if mutant is not None and mutant.file != file:

@@ -5,6 +5,7 @@ import sys
 import mutation
 import numpy as np
 import pytest
+import test_mamba_ops
 import test_state_update
 
 import cuscan
@@ -57,6 +58,7 @@ def test_every_line_runs(capsys):
     check_division(executor)
     check_large_angles(executor)
     test_state_update.check_all(executor.modules)
+    test_mamba_ops.check_all(executor.modules)
     report = executor.modules.coverage()
     with capsys.disabled():
         for file, lines in report.items():

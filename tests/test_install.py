@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DATA = {
     path.relative_to(ROOT).as_posix()
-    for pattern in ("cuda_src/*.cu*", "cuscan/testing/host/*.h", "cuscan/testing/host/*.cpp")
+    for pattern in ("cuda_src/*.cu*", "cuscan/mamba/weights/*", "cuscan/testing/host/*.h", "cuscan/testing/host/*.cpp")
     for path in ROOT.glob(pattern)
 }
 

@@ -68,8 +68,9 @@ def test_names_are_readable_few_and_mean_one_thing():
     meanings = {}
     for source in SOURCES.values():
         for name in source.names:
-            family = r"(linear_scan|selective_scan|selective_state_update|sum_partials)_[A-Za-z0-9_]+|step_marks"
-            assert re.fullmatch(family, name), name
+            family = r"(linear_scan|selective_scan|selective_state_update|sum_partials|matrix_vector)_[A-Za-z0-9_]+"
+            whole = r"step_marks|(causal_conv1d|rms_norm)(_backward)?"
+            assert re.fullmatch(f"{family}|{whole}", name), name
             # Modules of 16-bit items have kernels of float32 too, for their summaries.
             meaning = source.text[source.text.index(f" {name}(") :].partition("\n}")[0].partition(";")[0]
             assert meanings.setdefault(name, meaning) == meaning
@@ -97,6 +98,11 @@ def test_sizes_that_python_counts_on_are_asserted(name):
         "SumArgs": _source.SUM_ARGS,
         "MarkArgs": struct.calcsize(_source.MARK_ARGS),
         "UpdateArgs": struct.calcsize(_source.UPDATE_ARGS),
+        "ConvArgs": struct.calcsize(_source.CONV_ARGS),
+        "ConvBackwardArgs": struct.calcsize(_source.CONV_ARGS) + struct.calcsize(_source.CONV_BACKWARD_ARGS),
+        "NormArgs": struct.calcsize(_source.NORM_ARGS),
+        "NormBackwardArgs": struct.calcsize(_source.NORM_ARGS) + struct.calcsize(_source.NORM_BACKWARD_ARGS),
+        "ProductArgs": struct.calcsize(_source.PRODUCT_ARGS),
     }[arguments]
     assert f"static_assert(sizeof({arguments}) == {size}," in tail
     shared = re.findall(r"static_assert\(sizeof\((\w+Tile<.+?>)::Shared\) == (\d+),", tail)
