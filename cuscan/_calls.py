@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -56,6 +56,18 @@ class Cache(Generic[Ready]):
 
 # Set while the arrays of calls are torch's tensors on a GPU: interop.torch's _Gpu, which reads and makes them.
 tensor_place: ContextVar[Any] = ContextVar("tensor_place", default=None)
+
+
+class Team(NamedTuple):
+    """The ranks that share a call: this one's shard, how they talk, and how long one waits for the others."""
+
+    shard: Any  # _shards.Shard
+    communicator: Any
+    timeout: float
+
+
+# Set while a call is one of several over shards of the time axis.
+team: ContextVar[Team | None] = ContextVar("team", default=None)
 
 
 class Given:
@@ -144,8 +156,9 @@ class Given:
         self._sign(signature, options, ())
 
     def _sign(self, signature: list[Hashable], options: Hashable, read_only: tuple[str, ...]) -> None:
-        forced = _forced.get()
-        self.signature = (*signature, options, read_only, tuple(forced.items()) if forced else ())
+        forced, shared = _forced.get(), team.get()
+        extras = (tuple(forced.items()) if forced else (), None if shared is None else shared.shard)
+        self.signature = (*signature, options, read_only, extras)
         self._read_only = read_only
 
     @cached_property
@@ -230,7 +243,8 @@ def _is_read_only(x: Any) -> bool:
 
 # --- what a signature launches ------------------------------------------------------------------------------------
 
-_STATIC_LIMIT = 48 * 1024  # dynamic shared memory that a kernel may have unasked
+# Dynamic shared memory that a kernel may have unasked: of 48 KiB, what is static is taken off.
+_STATIC_LIMIT = 16 * 1024
 
 
 def start(
@@ -293,6 +307,34 @@ class Copy:
         place.assign(self.to.of(arrays), self.value.of(arrays) if isinstance(self.value, View) else self.value)
 
 
+@dataclass(frozen=True)
+class Do:
+    """What is done with whole arrays between launches, of which `writes` are written."""
+
+    function: Callable[..., None]
+    writes: tuple[View, ...]
+    reads: tuple[View, ...]
+    options: tuple[tuple[str, Hashable], ...]
+
+    def run(self, place: Place, arrays: Arrays, _: Sequence[int]) -> None:
+        """Do it with these arrays."""
+        writes = [each.of(arrays) for each in self.writes]
+        self.function(*writes, *(each.of(arrays) for each in self.reads), **dict(self.options))
+        place.keep(*writes)
+
+
+def do(
+    place: Place, function: Callable[..., None], writes: Sequence[Array], reads: Sequence[Array], **options: Any
+) -> None:
+    """function(*writes, *reads, **options), in the order of the launches."""
+    if not isinstance(place, Recorder):
+        function(*writes, *reads, **options)
+        place.keep(*writes)
+        return
+    written, read = (tuple(place.view(x) for x in arrays) for arrays in (writes, reads))
+    place.steps.append(Do(function, written, read, tuple(options.items())))
+
+
 # What runs the steps of every call, of all threads, while a cuscan.trace is open.
 watcher: Callable[[Launches, Given, Any, Arrays, Sequence[int]], None] | None = None
 
@@ -336,7 +378,7 @@ class Recorder:
     def __init__(self, given: Given, base: int) -> None:
         self.modules: Modules = self
         self.limits = given.limits
-        self.steps: list[Launch | Copy] = []
+        self.steps: list[Launch | Copy | Do] = []
         self.plans: list[Hashable] = []
         self.fresh: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
         self.base = base
@@ -359,9 +401,10 @@ class Recorder:
         return _arrays.shadow(self._next_start(0), shape, None, self.fresh[-1][1])
 
     def assign(self, to: Array, value: Array | complex) -> None:
-        self.steps.append(Copy(self._view(to), self._view(value) if isinstance(value, np.ndarray) else value))
+        self.steps.append(Copy(self.view(to), self.view(value) if isinstance(value, np.ndarray) else value))
 
-    def _view(self, x: Array) -> View:
+    def view(self, x: Array) -> View:
+        """What is meant by one of its arrays."""
         return View(self.number(x), x.shape, x.strides)
 
     def keep(self, *arrays: Array) -> None:
@@ -409,7 +452,7 @@ class Launches:
     hint: str  # what to say where something else overlaps
     spans: tuple[tuple[int, int], ...]  # each argument's bytes, counted from its address
     fresh: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...] = ()  # shapes and dtypes of what is allocated
-    steps: tuple[Launch | Copy, ...] = ()
+    steps: tuple[Launch | Copy | Do, ...] = ()
     results: tuple[int, ...] = ()
     plans: tuple[Hashable, ...] = ()  # of the call itself first, then of what it is made of
 
@@ -469,7 +512,7 @@ class Launches:
 
     @cached_property
     def _copies(self) -> bool:
-        return any(isinstance(step, Copy) for step in self.steps)
+        return any(not isinstance(step, Launch) for step in self.steps)
 
     def run(self, given: Given) -> tuple[Array, ...]:
         """Allocate, launch, and give the results: of tensors, tensors, but CuPy's arrays where there is to copy."""

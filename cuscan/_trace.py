@@ -261,6 +261,10 @@ def _watch(
             step.run(place, arrays, addresses)
             copies.append(Copied(_what(step, launches, given), _nbytes(step.to, arrays)))
             continue
+        if isinstance(step, _calls.Do):
+            step.run(place, arrays, addresses)
+            copies.append(Copied(step.function.__name__, sum(_nbytes(each, arrays) for each in step.writes)))
+            continue
         function = place.modules.get_function(step.source, step.name)  # compiled before the clock runs
         begin = _mark(given)
         step.run(place, arrays, addresses)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _arrays, _calls, _launch, _plan, reference
+from . import _arrays, _calls, _launch, _plan, _shards, reference
 from ._arrays import Array, Place
 from .interop import routed
 
@@ -84,10 +85,12 @@ def linear_scan(
 
     Notes
     -----
-    Accumulation is in float32 for float16, bfloat16 and float32, and in the dtype itself for the others. Scratch is
-    two arrays of (rows, chunks) in the accumulation type where the plan cuts time into chunks. With `mask`, `reset`
-    or `cu_seqlens`, 16 bytes more for each 32 of their steps, before they are broadcast, with `cu_seqlens` 4 bytes a
-    step of `axis`, and where time is cut a byte a (row, chunk) and 16 bytes for each 32 chunks of a row.
+    Accumulation is in float32 for float16, bfloat16 and float32, and in the dtype itself for the others. Where
+    the plan cuts time into tiles that blocks take in one pass, which is for float32 alone, scratch is 16 bytes, 16 more
+    a (row, tile) and 8 a (row, group of 128 tiles; of 4 to 32 where rows lie side by side); where it cuts time into
+    chunks, two arrays of (rows, chunks) in the accumulation type. With `mask`, `reset` or `cu_seqlens`, 16 bytes more
+    for each 32 of their steps, before they are broadcast, with `cu_seqlens` 4 bytes a step of `axis`, and with chunks
+    a byte a (row, chunk) and 16 bytes for each 32 chunks of a row.
 
     Examples
     --------
@@ -118,7 +121,7 @@ def linear_scan(
         ready = _READY.put(given.signature, _make_ready(given, options))
     ready.launches.check_apart(given)
     if (offsets := given.values(_OFFSETS)) is not None:
-        _arrays.check_offsets(offsets, ready.length)
+        _arrays.check_offsets(offsets, _shards.whole(ready.length))
     results = _run_numpy(given.arrays, ready) if given.in_numpy else ready.launches.run(given)
     return results if return_last_state else results[0]
 
@@ -215,6 +218,12 @@ def _launch_all(place: Place, x: dict[str, Any], ready: _Ready) -> tuple[Array, 
         _run(place, options.gate if a is None else a, b, h0, target, last, ready.axis, options.reverse, named)
         if target is not result:
             place.assign(result, target)
+    elif (shard := _shards.linked()) is not None and (rows := prod(b.shape[: ready.axis] + b.shape[ready.axis + 1 :])):
+        flagged = any(x[name] is not None for name in ("mask", "reset", "cu_seqlens"))
+        layout = _shards.Layout(rows, state_item, rows * flagged, 0)
+        _shards.pass_by(place, shard, layout, reverse=options.reverse)
+    if last is not None:
+        _shards.only_ours(place, last, x["cu_seqlens"], at_end=not options.reverse)
     return result, last
 
 
@@ -249,7 +258,9 @@ def _run_numpy(arrays: _calls.Arrays, ready: _Ready) -> tuple[Array, Array]:
         np.broadcast_to(a, b.shape), b, h0, result, axis=ready.axis, reverse=options.reverse, accumulate=state_item,
         segments=_plan.plan_segments(b.size // ready.length if ready.length else 0, ready.length),
         mask=_broadcast(mask, b.shape), reset=_broadcast(reset, b.shape), cu_seqlens=offsets,
+        reach=_shards.reach(reverse=options.reverse),
     )  # fmt: skip
+    _shards.only_ours(None, last, offsets, at_end=not options.reverse)
     return result, last
 
 
@@ -265,16 +276,29 @@ def _run(
     marks: dict[str, Array | None],
 ) -> None:
     """Merge the row axes, plan and launch."""
-    offsets = marks["cu_seqlens"]
+    offsets, shard = marks["cu_seqlens"], _shards.linked()
+    packed = offsets is not None
     flags = {name: x for name in ("mask", "reset") if (x := marks[name]) is not None}
     arrays = {"input": b, "output": out, **flags}
     if not isinstance(a, complex):
         arrays["gate"] = a
-    without_time = {"initial": h0, "last": last}
     rest = tuple(size for d, size in enumerate(b.shape) if d != axis)
     strides = {name: tuple(s for d, s in enumerate(x.strides) if d != axis) for name, x in arrays.items()}
-    first = 0 if offsets is None else 1  # the axis of sequences
-    strides.update({name: x.strides[first:] for name, x in without_time.items() if x is not None})
+    without_time, carry = {"initial": h0, "last": last}, None
+    if shard is not None:
+        state = np.dtype(_arrays.accumulation(_arrays.item_name(b)))
+        strides["message"] = _shards.in_order(rest, state)
+        if shard.before(reverse=reverse):
+            carry = without_time["carry"] = place.allocate(rest, state)
+        if packed:
+            offsets = _shards.local_offsets(place, shard, offsets)
+            if carry is not None and h0 is not None:
+                without_time["initial"] = _arrays.copy_of(place, h0)
+        else:
+            without_time["initial"] = h0 if carry is None else carry
+            without_time["last"] = last if shard.holds(0 if reverse else -1) else None
+    first = {name: 1 if packed and name in ("initial", "last") else 0 for name in without_time}  # the axis of sequences
+    strides.update({name: x.strides[first[name] :] for name, x in without_time.items() if x is not None})
     sizes, strides = _arrays.merge_axes(rest, strides, by="input")
     if len(sizes) > _launch.ROW_DIMS:
         # More row axes than the kernels count, none of which can be merged: work on contiguous copies.
@@ -299,7 +323,7 @@ def _run(
     views = {name: along(name, x) for name, x in arrays.items()}
     for name, x in without_time.items():
         if x is not None:
-            views[name] = rows(name, x, 0 if offsets is None else x.strides[0])
+            views[name] = rows(name, x, x.strides[0] if first[name] else 0)
     segments = None
     if flags or offsets is not None:
         segments = _launch.Segments(views.get("mask"), views.get("reset"), offsets, reverse)
@@ -322,4 +346,26 @@ def _run(
         length=length,
         time_fast=fastest is None or abs(b.strides[axis]) < fastest,
     )
-    _launch.linear(place, _plan.plan_linear(problem, place.limits), call)
+    with _shards.split(shard):
+        plan = _plan.plan_linear(problem, place.limits)
+    if shard is not None or segments is not None:
+        plan = _plan.with_summaries(plan, problem, place.limits)
+    if shard is None:
+        _launch.linear(place, plan, call)
+        return
+    own = None if packed or carry is not None else views.get("initial")
+    link = _shards.Link(place, shard, reverse, strides["message"], own, views.get("carry"))
+
+    def enter(made: _launch.Marks | None) -> _launch.Rows | None:
+        if not packed or carry is None or made is None:
+            return call.initial
+        if made.ids:
+            # Packed rows take up states where sequences start, and so does the one that goes on here.
+            at = length if reverse else 0
+            _calls.do(place, _shards.open_start, [made.words], [offsets], at=at)
+            if (initial := without_time["initial"]) is not None:
+                _calls.do(place, _shards.enter_sequence, [initial], [carry, offsets], at=at)
+                return call.initial
+        return link.carry
+
+    _launch.linear(place, plan, call, link=link, linked=enter)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import struct
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _arrays, _calls, _linear_backward, reference_vjp
+from . import _arrays, _calls, _linear_backward, _shards, reference_vjp
 from ._arrays import Array, Place
 from .interop import routed
 from .linear import _broadcast, _check_axis, _check_broadcasts
@@ -96,7 +97,7 @@ def linear_scan_vjp(
     reverse = _arrays.check_flag("reverse", reverse)
     if a is None:
         raise TypeError("a must be an array or a scalar, got None")
-    if grad_h is None and grad_last_state is None:
+    if grad_h is None and grad_last_state is None and _shards.current() is None:
         raise ValueError("grad_h or grad_last_state must be given: without both all gradients are zero")
     gate, initial = (complex(x) if _arrays.is_python_scalar(x) else None for x in (a, h0))
     inputs = (a if gate is None else None, h, grad_h, h0 if initial is None else None)
@@ -106,7 +107,7 @@ def linear_scan_vjp(
     given = _calls.Given(_NAMES, arrays, (type(axis), *options[:3], *bits))
     ready = _READY.get(given.signature) or _READY.put(given.signature, _make_ready(given, options))
     if (offsets := given.values(_OFFSETS)) is not None:
-        _arrays.check_offsets(offsets, ready.length)
+        _arrays.check_offsets(offsets, _shards.whole(ready.length))
     gradients = iter(_run_numpy(given.arrays, ready) if given.in_numpy else ready.launches.run(given))
     return LinearGradients(*(None if dtype is None else next(gradients) for dtype in ready.dtypes))
 
@@ -174,7 +175,9 @@ def _make_ready(given: _calls.Given, options: _Options) -> _Ready:
                 )
             _arrays.check_shape(name, x[name], states, axes)
     wide = shape if a is None else (1,) * (len(shape) - a.ndim) + tuple(a.shape)
-    shared = tuple(d for d, size in enumerate(wide) if size == 1 != shape[d])
+    shard = _shards.current()
+    one_gate = shard is not None and shard.one_gate
+    shared = tuple(d for d, size in enumerate(wide) if size == 1 != shape[d] or (d == axis and one_gate))
     wanted = (item, a is not None), (item, True), (state_item, x["h0"] is not None or options.initial is not None)
     dtypes = tuple(
         _arrays.output_item(of, options.grad_dtype, None, "grad_dtype") if there else None for of, there in wanted
@@ -193,6 +196,11 @@ def _launch_all(place: Place, x: dict[str, Any], ready: _Ready) -> tuple[Array |
         for shape, dtype in zip(shapes, ready.dtypes, strict=True)
     ]
     of_a, of_b, of_h0 = gradients
+    shard, rest = _shards.linked(), h.shape[: ready.axis] + h.shape[ready.axis + 1 :]
+    sums = None
+    if shard is not None and 0 not in rest and of_a is not None and ready.axis in ready.shared:
+        sums = _shards.Sums(place, shard, [(of_a.shape, state)])
+    total, of_a = of_a, of_a if sums is None else sums.parts[0]
     h0, last = x["h0"], x["grad_last_state"]
     if options.initial is not None:
         h0 = place.allocate(ready.states, state)
@@ -209,11 +217,23 @@ def _launch_all(place: Place, x: dict[str, Any], ready: _Ready) -> tuple[Array |
             ready.axis, options.reverse, mask, reset, offsets,
         )  # fmt: skip
         _linear_backward.backward(place, call)
-    elif of_a is not None:
-        place.assign(of_a, 0)
+    else:
+        if shard is not None and 0 not in rest:
+            flagged = any(x[name] is not None for name in ("mask", "reset", "cu_seqlens"))
+            rows = prod(rest)
+            layout = _shards.Layout(rows, state, rows * flagged, rows * state.itemsize)
+            _shards.pass_by(place, shard, layout, reverse=not options.reverse)
+        if sums is not None:
+            sums.clear()
+        elif of_a is not None:
+            place.assign(of_a, 0)
+    if sums is not None:
+        sums.add([total])
+    if initial is not None:
+        _shards.only_ours(place, initial, x["cu_seqlens"], at_end=options.reverse)
     if initial is not None and initial is not of_h0 and initial.size:
         _linear_backward.add(place, initial[None], of_h0)
-    return of_a, of_b, of_h0
+    return total, of_b, of_h0
 
 
 def _run_numpy(arrays: _calls.Arrays, ready: _Ready) -> tuple[Array, ...]:
@@ -231,6 +251,9 @@ def _run_numpy(arrays: _calls.Arrays, ready: _Ready) -> tuple[Array, ...]:
     )  # fmt: skip
     if a is not None:
         of_a = of_a.sum(axis=ready.shared).reshape(a.shape)
+        if ready.axis in ready.shared:
+            (of_a,) = _shards.totals(of_a)
+    _shards.only_ours(None, of_h0, offsets, at_end=options.reverse)
     every = zip((of_a, of_b, of_h0), ready.dtypes, strict=True)
     return tuple(
         reference_vjp.rounded(np.ascontiguousarray(x), dtype).reshape(x.shape)

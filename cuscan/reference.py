@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._plan import STATE_INTERVAL
+from ._shards import Reach
 
 Array = NDArray[Any]
 Steps = Callable[[], Iterator[tuple[Array, Array]]]
@@ -43,6 +44,7 @@ class _Cut(NamedTuple):
     size: int
     tile: int
     segments_inside: bool
+    length: int
 
     def tiles(self) -> list[tuple[int, int]]:
         return [(start, min(start + self.tile, self.size)) for start in range(0, self.size, self.tile)]
@@ -96,13 +98,19 @@ def _cut(length: int, segments: int, step_elements: int, *, segments_inside: boo
     size = -(-length // min(max(segments, 1), length))
     segments = -(-length // size)
     tile = TILE_ELEMENTS // max(step_elements * segments, 1)
-    return _Cut(segments, size, min(max(tile, 1), TILE_STEPS), segments_inside)
+    return _Cut(segments, size, min(max(tile, 1), TILE_STEPS), segments_inside, length)
 
 
-def _bounds(length: int, cu_seqlens: Array | None, *, reverse: bool) -> list[int]:
-    """cu_seqlens in the direction of the scan."""
-    bounds = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
+def _bounds(length: int, cu_seqlens: Array | None, reach: Reach | None = None, *, reverse: bool) -> list[int]:
+    """cu_seqlens in the direction of the scan; of a shard some lie beyond its steps."""
+    whole = [0, length if reach is None else reach.total] if cu_seqlens is None else cu_seqlens.tolist()
+    bounds = whole if reach is None else [bound - reach.offset for bound in whole]
     return [length - bound for bound in reversed(bounds)] if reverse else bounds
+
+
+def _clear_outside(x: Array, bounds: list[int], interval: int = 1) -> None:
+    """Zero what lies before the first and after the last sequence, time first, in steps or intervals."""
+    x[: -(-max(bounds[0], 0) // interval)] = x[-(-max(bounds[-1], 0) // interval) :] = 0
 
 
 class _Marks(NamedTuple):
@@ -120,8 +128,9 @@ class _Marks(NamedTuple):
 def _marks(cut: _Cut, mask: Array | None, reset: Array | None, bounds: list[int]) -> _Marks:
     marks = _Marks(mask, reset, {}, {})
     for sequence, (start, stop) in enumerate(pairwise(bounds)):
-        if start < stop:
+        if start < stop and 0 <= start < cut.length:
             marks.starts.setdefault(start % cut.size, []).append((start // cut.size, sequence))
+        if start < stop and 0 < stop <= cut.length:
             marks.ends.setdefault((stop - 1) % cut.size, []).append(((stop - 1) // cut.size, sequence))
     return marks
 
@@ -152,17 +161,20 @@ def _former(cut: _Cut, marks: _Marks, entering: Array | None) -> Callable[[int, 
     return form
 
 
-def _states(steps: Steps, cut: _Cut, marks: _Marks, h: Array, last: Array, *, enters: bool) -> Iterator[None]:
+def _states(
+    steps: Steps, cut: _Cut, marks: _Marks, h: Array, last: Array, reach: Reach | None = None, *, enters: bool
+) -> Iterator[None]:
     """Run the three phases with `h` (..., segments) as the state, stopping after each step.
 
     `last` (sequences, ...) is filled; with `enters` it holds h0 before. Where no state enters, a first step takes
-    the input as it is, and not gate * 0 + input, which is NaN for an infinite gate and loses -0.0.
+    the input as it is, and not gate * 0 + input, which is NaN for an infinite gate and loses -0.0. In a shard of
+    several the summaries give what enters the first segment, too.
     """
     # A copy, because a sequence that reaches into the next segment may end before the step in which it starts.
     entering = last.copy() if enters else None
     special: Container[int] = marks.starts if marks.mask is None and marks.reset is None else range(cut.size)
     h[..., 0] = 0
-    if cut.segments > 1:
+    if cut.segments > 1 or reach is not None:
         product, local = np.empty_like(h), np.empty_like(h)
         hides: Array = np.zeros(cut.segments, bool)
         form = _former(cut, marks, entering)
@@ -170,6 +182,8 @@ def _states(steps: Steps, cut: _Cut, marks: _Marks, h: Array, last: Array, *, en
             reset = form(t, gate, drive) if t in special else None
             if reset is not None:
                 hides = hides | reset
+            if t >= cut.length - (cut.segments - 1) * cut.size:  # past the end
+                gate[..., -1], drive[..., -1] = 1, 0
             if t == 0:
                 product[...], local[...] = gate, drive
                 continue
@@ -179,6 +193,10 @@ def _states(steps: Steps, cut: _Cut, marks: _Marks, h: Array, last: Array, *, en
             if reset is not None:
                 np.copyto(local, drive, where=reset)
         hidden = np.logical_or.reduce(hides.reshape(-1, cut.segments)).tolist()
+        if reach is not None:
+            carry = reach.enter(*_fold(product, local, np.broadcast_to(hides, product.shape)))
+            if carry is not None:
+                h[..., 0] = carry
         for k in range(cut.segments - 1):
             h[..., k + 1] = product[..., k] * h[..., k] + local[..., k]
             if hidden[k]:
@@ -196,6 +214,21 @@ def _states(steps: Steps, cut: _Cut, marks: _Marks, h: Array, last: Array, *, en
         yield
 
 
+def _fold(product: Array, local: Array, hides: Array) -> tuple[Array, Array, Array]:
+    """The map of all segments, the last axis, one after the other."""
+    gate, state, hidden = (x[..., 0].copy() for x in (product, local, hides))
+    for k in range(1, product.shape[-1]):
+        np.multiply(gate, product[..., k], out=gate)
+        state[...] = np.where(hides[..., k], local[..., k], product[..., k] * state + local[..., k])
+        hidden |= hides[..., k]
+    return gate, state, hidden
+
+
+def nothing(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Array, Array, Array]:
+    """The map of no steps."""
+    return np.ones(shape, dtype), np.zeros(shape, dtype), np.zeros(shape, bool)
+
+
 @np.errstate(all="ignore")
 def linear_scan(
     a: Array,
@@ -210,6 +243,7 @@ def linear_scan(
     mask: Array | None = None,
     reset: Array | None = None,
     cu_seqlens: Array | None = None,
+    reach: Reach | None = None,
 ) -> Array:
     """Write h[t] = a[t] h[t-1] + b[t] to `out` and return the last state in the accumulation type.
 
@@ -219,12 +253,14 @@ def linear_scan(
     a, b, out = (_time_first(x, axis, reverse=reverse) for x in (np.broadcast_to(a, b.shape), b, out))
     mask, reset = (x if x is None else _time_first(x, axis, reverse=reverse) for x in (mask, reset))
     length, shape = len(b), b.shape[1:]
-    bounds = _bounds(length, cu_seqlens, reverse=reverse)
+    bounds = _bounds(length, cu_seqlens, reach, reverse=reverse)
     last = np.zeros((len(bounds) - 1, *shape), accumulate)
     result = last[0, ...] if cu_seqlens is None else last
     if h0 is not None:
         result[...] = h0
     if b.size == 0:
+        if reach is not None and 0 not in shape:
+            reach.enter(*nothing(shape, accumulate))
         return result
     cut = _cut(length, segments, b[0].size, segments_inside=False)
     marks = _marks(cut, mask, reset, bounds)
@@ -234,7 +270,7 @@ def linear_scan(
             yield from zip(cut.stage(a, start, stop, accumulate), cut.stage(b, start, stop, accumulate), strict=True)
 
     h = cut.empty(1, shape, accumulate)[0]
-    states = _states(steps, cut, marks, h, last[:: -1 if reverse else 1], enters=h0 is not None)
+    states = _states(steps, cut, marks, h, last[:: -1 if reverse else 1], reach, enters=h0 is not None)
     for start, stop in cut.tiles():
         # The states stage a whole tile before its first step, so out may be what they are read from.
         tile = cut.empty(stop - start, shape, accumulate)
@@ -242,7 +278,7 @@ def linear_scan(
             next(states)
             row[...] = h
         cut.store(tile, out, start, stop)
-    out[: bounds[0]] = out[bounds[-1] :] = 0
+    _clear_outside(out, bounds)
     return result
 
 
@@ -268,6 +304,7 @@ def selective_scan(
     reset: Array | None = None,
     cu_seqlens: Array | None = None,
     states: Array | None = None,
+    reach: Reach | None = None,
 ) -> Array:
     """Write the selective scan to `out` and return the last state (batch, channels, state).
 
@@ -278,12 +315,14 @@ def selective_scan(
     """
     batch, length, channels = u.shape
     state = A.shape[1]
-    bounds = _bounds(length, cu_seqlens, reverse=reverse)
+    bounds = _bounds(length, cu_seqlens, reach, reverse=reverse)
     last = np.zeros((len(bounds) - 1, batch, channels, state), accumulate)
     result = last[0, ...] if cu_seqlens is None else last[:, 0]
     if h0 is not None:
         result[...] = h0
     if u.size == 0:
+        if reach is not None and batch * channels:
+            reach.enter(*nothing((batch, state, channels), accumulate))
         return result
     cut = _cut(length, segments, batch * channels, segments_inside=True)
     real = np.empty(0, accumulate).real.dtype
@@ -307,7 +346,9 @@ def selective_scan(
 
     work = np.empty_like(h)
     by_sequence = last[:: -1 if reverse else 1].swapaxes(2, 3)
-    running = _states(steps, cut, marks, h, by_sequence, enters=h0 is not None)
+    if reach is not None and states is not None:
+        reach = reach._replace(enter=_saved(reach.enter, states))
+    running = _states(steps, cut, marks, h, by_sequence, reach, enters=h0 is not None)
     saves = _saves(cut, 0 if states is None else states.shape[1])
     for start, stop in cut.tiles():
         y = cut.empty(stop - start, (batch, channels), real)
@@ -327,7 +368,7 @@ def selective_scan(
         if mask is not None:
             np.copyto(y, 0, where=~cut.stage(mask, start, stop, mask.dtype)[:, :, 0])
         cut.store(y, out, start, stop)
-    out[: bounds[0]] = out[bounds[-1] :] = 0
+    _clear_outside(out, bounds)
     if states is not None:
         entering = np.zeros_like(last) if h0 is None else h0.reshape(last.shape)
         _begin(states, entering[:: -1 if reverse else 1], bounds, reset)
@@ -343,12 +384,23 @@ def _saves(cut: _Cut, intervals: int) -> dict[int, list[tuple[int, int]]]:
     return saves
 
 
+def _saved(enter: Callable[..., Array | None], states: Array) -> Callable[..., Array | None]:
+    """The same, and what enters the first step is saved."""
+
+    def entered(*maps: Array) -> Array | None:
+        carry = enter(*maps)
+        states[:, 0] = 0 if carry is None else carry.swapaxes(1, 2)
+        return carry
+
+    return entered
+
+
 def _begin(states: Array, entering: Array, bounds: list[int], reset: Array | None) -> None:
     """Fill in what no step before leads to: h0 at a sequence's first step, 0 at a reset and outside."""
     for (start, stop), h in zip(pairwise(bounds), entering, strict=True):
-        if start < stop and start % STATE_INTERVAL == 0:
+        if start < stop and start >= 0 and start % STATE_INTERVAL == 0 and start // STATE_INTERVAL < states.shape[1]:
             states[:, start // STATE_INTERVAL] = h
-    states[:, : -(-bounds[0] // STATE_INTERVAL)] = states[:, -(-bounds[-1] // STATE_INTERVAL) :] = 0
+    _clear_outside(states.swapaxes(0, 1), bounds, STATE_INTERVAL)
     if reset is not None:
         np.copyto(states, 0, where=reset[::STATE_INTERVAL].swapaxes(0, 1))
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from . import reference
+from . import _shards, reference
 from ._plan import STATE_INTERVAL, plan_segments
-from .reference import Array, _activated, _bounds, _round_to_odd, _time_first
+from .reference import Array, _activated, _bounds, _clear_outside, _round_to_odd, _silu, _time_first
 
 
 def rounded(x: Array, dtype: np.dtype[Any]) -> Array:
@@ -58,14 +58,33 @@ def linear_scan_vjp(
         _time_first(x, axis, reverse=reverse) for x in (grad_a, grad_b, np.broadcast_to(a, h.shape), h)
     )
     received, mask, reset = (x if x is None else _time_first(x, axis, reverse=reverse) for x in (grad_h, mask, reset))
-    bounds, turn = _bounds(len(h), cu_seqlens, reverse=reverse), slice(None, None, -1 if reverse else 1)
+    reach = _shards.reach(reverse=not reverse)
+    bounds, turn = _bounds(len(h), cu_seqlens, reach, reverse=reverse), slice(None, None, -1 if reverse else 1)
     lead = (len(bounds) - 1, *h.shape[1:])
     initial, ending = (x if x is None else x.reshape(lead)[turn] for x in (h0, grad_last))
     grad_h0 = np.zeros(lead, accumulate) if grad_last is None else grad_last.reshape(lead).astype(accumulate)
     result = grad_h0[0, ...] if cu_seqlens is None else grad_h0
     if h.size == 0:
+        if reach is not None and 0 not in h.shape[1:]:
+            own = *reference.nothing(h.shape[1:], accumulate), np.zeros(h.shape[1:], accumulate)
+            _shards.arriving(own, reverse=not reverse)
         return grad_a, grad_b, result
-    spans = [(s, start, stop) for s, (start, stop) in enumerate(pairwise(bounds)) if start < stop]
+    spans = [(s, *ends) for s, ends in enumerate(pairwise(bounds)) if max(ends[0], 0) < min(ends[1], len(h))]
+    first = gates[0, ...].conj().astype(accumulate)
+    if mask is not None:
+        first = np.where(mask[0], first, 1)
+    alone = np.zeros((len(h), *(1,) * (h.ndim - 1)), bool) if reset is None else reset.copy()
+    if initial is None:
+        alone[[start for _, start, _ in spans if start >= 0]] = True
+    before: Array = np.zeros(h.shape[1:], accumulate)  # the state that enters the first step
+
+    def enter(gate: Array, state: Array, hides: Array) -> Array | None:
+        """Of p, which leaves the first step and comes from the one after the last."""
+        nonlocal before
+        cut = np.broadcast_to(alone[0], state.shape)
+        own = first * gate, np.where(cut, 0, first * state).astype(accumulate), hides | cut
+        carry, (before,) = _shards.arriving((*own, h[-1].astype(accumulate)), reverse=not reverse)
+        return carry
 
     # The gate of the step after, and of a last step 1: grad_last enters as it is.
     of_a[:-1] = gates[1:].conj()
@@ -73,24 +92,23 @@ def linear_scan_vjp(
         np.copyto(of_a[:-1], 1, where=~mask[1:])
     hides = None if reset is None else np.concatenate((reset[1:], reset[:1]))
     for _, _, stop in spans:
-        of_a[stop - 1] = 1
+        of_a[min(stop, len(h)) - 1] = 1
         if hides is not None:
-            hides[stop - 1] = False
+            hides[min(stop, len(h)) - 1] = False
     reference.linear_scan(
         of_a, np.broadcast_to(accumulate.type(0), h.shape) if received is None else received, ending, of_b,
         axis=0, reverse=True, accumulate=accumulate, segments=plan_segments(h[0].size, len(h)), reset=hides,
-        cu_seqlens=np.array(bounds),
+        cu_seqlens=np.array(bounds), reach=None if reach is None else _shards.Reach(0, len(h), enter),
     )  # fmt: skip
 
     of_a[1:] = h[:-1].conj()
     for s, start, _ in spans:
-        of_a[start] = 0 if initial is None else initial[s].conj()
+        of_a[max(start, 0)] = before.conj() if start < 0 else 0 if initial is None else initial[s].conj()
     of_a *= of_b
-    alone = np.zeros((len(h), *(1,) * (h.ndim - 1)), bool) if reset is None else reset.copy()
-    if initial is None:
-        alone[[start for _, start, _ in spans]] = True
     np.copyto(of_a, 0, where=alone)
     for s, start, _ in spans:
+        if start < 0:
+            continue
         g = of_b[start, ...]
         through = g * gates[start, ...].conj().astype(accumulate)
         through = through if mask is None else np.where(mask[start], through, g)
@@ -98,7 +116,7 @@ def linear_scan_vjp(
     for x in (of_a, of_b):
         if mask is not None:
             np.copyto(x, 0, where=~mask)
-        x[: bounds[0]] = x[bounds[-1] :] = 0
+        _clear_outside(x, bounds)
     return grad_a, grad_b, result
 
 
@@ -142,9 +160,10 @@ def selective_scan_vjp(
             u, delta, A, B, C, None, None, delta_bias, h0, np.empty(u.shape, real), delta_softplus=delta_softplus,
             delta_limit=delta_limit, reverse=reverse, accumulate=accumulate,
             segments=plan_segments(batch * A.size, length), mask=mask, reset=reset, cu_seqlens=cu_seqlens,
-            states=states,
+            states=states, reach=_shards.reach(reverse=reverse),
         )  # fmt: skip
-    bounds, turn = _bounds(length, cu_seqlens, reverse=reverse), slice(None, None, -1 if reverse else 1)
+    reach = _shards.reach(reverse=not reverse)
+    bounds, turn = _bounds(length, cu_seqlens, reach, reverse=reverse), slice(None, None, -1 if reverse else 1)
     lead = (len(bounds) - 1, batch, *A.shape)
     initial, ending = (None if x is None else x.reshape(lead)[turn].swapaxes(2, 3) for x in (h0, grad_last))
     of_h0 = np.zeros(lead, accumulate) if grad_last is None else grad_last.reshape(lead).astype(accumulate)
@@ -155,9 +174,9 @@ def selective_scan_vjp(
         np.full((length, batch, 1), absent) if x is None else _time_first(x[..., None], 1, reverse=reverse).copy()
         for x, absent in ((mask, True), (reset, False))
     )
-    counts[: bounds[0]] = counts[bounds[-1] :] = False
+    counts[: max(bounds[0], 0)] = counts[max(bounds[-1], 0) :] = False
     if h0 is None:
-        alone[list(starts)] = True
+        alone[[start for start in starts if 0 <= start < length]] = True
 
     inputs = {"u": u, "delta": delta, "z": z, "grad_out": grad_out, "B": B, "C": C}
     optional = {"D": D, "z": z, "delta_bias": delta_bias}
@@ -192,23 +211,51 @@ def selective_scan_vjp(
         of[name][steps] = term.sum(axis=4).swapaxes(2, 3)
 
     rates = A.T.astype(accumulate, order="C")
-    p: Array = np.zeros((batch, *rates.shape), accumulate)
-    for interval in reversed(range(states.shape[1])):
-        first = interval * STATE_INTERVAL
-        steps = slice(first, min(first + STATE_INTERVAL, length))
-        times = range(length)[steps]
-        cut, skipped = alone[steps, ..., None], ~counts[steps, ..., None]
 
-        drive, x = read("u", steps), read("delta", steps)
+    def activated(steps: slice) -> tuple[Array, Array, Array, Array]:
+        """delta before and after softplus, after the limits, and the gates (steps, batch, state, channels)."""
+        x = read("delta", steps)
         if delta_bias is not None:
             x += delta_bias.astype(real)
         unlimited = _activated(x.copy(), None, delta_softplus, None)
         d = unlimited if delta_limit is None else np.clip(unlimited, *delta_limit)
-        driven, B_steps, C_steps = d * drive, couple("B", B, steps), couple("C", C, steps)
-
         gate = np.exp(d[:, :, None] * rates)
-        np.copyto(gate, 1, where=skipped)
-        np.copyto(gate, 0, where=cut)
+        np.copyto(gate, 1, where=~counts[steps, ..., None])
+        np.copyto(gate, 0, where=alone[steps, ..., None])
+        return x, unlimited, d, gate
+
+    def received(dy: Array, C_steps: Array, steps: slice) -> Array:
+        """What each step's y does with its state."""
+        g: Array = twice * dy[:, :, None] * C_steps.conj()
+        np.copyto(g, 0, where=~counts[steps, ..., None])
+        return g
+
+    intervals = [slice(t, min(t + STATE_INTERVAL, length)) for t in range(0, length, STATE_INTERVAL)][::-1]
+    p: Array = np.zeros((batch, *rates.shape), accumulate)
+    if reach is not None and batch * channels:
+        product, p, hides = reference.nothing(p.shape, accumulate)
+        for steps in intervals:
+            gate = activated(steps)[-1].conj()
+            dy = read("grad_out", steps) if grad_out is not None else np.zeros_like(read("u", steps))
+            if z is not None:
+                dy *= _silu(read("z", steps))
+            g = received(dy, couple("C", C, steps), steps)
+            for i, t in reversed(list(enumerate(range(length)[steps]))):
+                if t in ends:
+                    p, hides[...] = np.zeros_like(p) if ending is None else ending[ends[t]], True
+                p, product = gate[i] * (p + g[i]), product * gate[i]
+                cut = np.broadcast_to(alone[t, ..., None], p.shape)
+                p, hides = np.where(cut, 0, p), hides | cut
+        carry = reach.enter(product, p, hides)
+        p = np.zeros_like(p) if carry is None else carry
+    for steps in intervals:
+        times = range(length)[steps]
+        interval = steps.start // STATE_INTERVAL
+        cut, skipped = alone[steps, ..., None], ~counts[steps, ..., None]
+
+        drive = read("u", steps)
+        x, unlimited, d, gate = activated(steps)
+        driven, B_steps, C_steps = d * drive, couple("B", B, steps), couple("C", C, steps)
         h, before = driven[:, :, None] * B_steps, np.empty_like(gate)
         np.copyto(h, 0, where=skipped)
         entering = states[:, interval].swapaxes(1, 2)
@@ -230,8 +277,7 @@ def selective_scan_vjp(
             of["z"][steps] = dy * y * (sigmoid * (1 + gated / (1 + np.exp(gated))))
             dy *= gated * sigmoid
 
-        g, q = twice * dy[:, :, None] * C_steps.conj(), np.empty_like(gate)
-        np.copyto(g, 0, where=skipped)
+        g, q = received(dy, C_steps, steps), np.empty_like(gate)
         for i, t in reversed(list(enumerate(times))):
             if t in ends:
                 p = np.zeros_like(p) if ending is None else ending[ends[t]]

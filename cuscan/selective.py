@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _arrays, _calls, _launch, _plan, reference
+from . import _arrays, _calls, _launch, _plan, _shards, reference
 from ._arrays import Array, Place
 from ._plan import SelectiveKind, is_usual, states_a_thread
 from .interop import routed
@@ -155,10 +155,10 @@ def selective_scan(
         _READY.put(given.signature, ready)
     ready.launches.check_apart(given)
     if (offsets := given.values(_OFFSETS)) is not None:
-        _arrays.check_offsets(offsets, ready.sizes.length)
+        _arrays.check_offsets(offsets, _shards.whole(ready.sizes.length))
     if given.in_numpy:
         results = _run_numpy(given.by_name(), ready)
-    elif ready.sizes.empty:
+    elif ready.sizes.at_once:
         with given.current() as place:
             results = _launch_all(place, given.by_name(), ready)
     else:
@@ -189,6 +189,11 @@ class Sizes(NamedTuple):
     def saved(self) -> tuple[int, ...]:
         """Shape of the saved states."""
         return self.batch, -(-self.length // _plan.STATE_INTERVAL), self.channels, self.state
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a call does all there is to do itself."""
+        return self.empty and not (_shards.linked() and all((*self[:1], *self[2:5])))
 
 
 class Options(NamedTuple):
@@ -229,7 +234,7 @@ def _make_ready(given: _calls.Given, options: Options, wanted: _Wanted) -> _Read
     if arrays["out"] is not None:
         _arrays.check_out(arrays["out"], tuple(arrays["u"].shape))
     ready = _Ready(_calls.Launches.of(given, written=("out",)), options, wanted, kind, sizes, output)
-    if sizes.empty:
+    if sizes.at_once:
         return ready
     return ready._replace(launches=ready.launches.recorded(given, partial(_launch_all, ready=ready)))
 
@@ -246,7 +251,9 @@ def _run_numpy(x: dict[str, Any], ready: _Ready) -> tuple[Array, ...]:
         accumulate=np.dtype(ready.kind.state),
         segments=_plan.plan_segments(sizes.batch * sizes.channels * sizes.state, sizes.length),
         mask=x["mask"], reset=x["reset"], cu_seqlens=x["cu_seqlens"], states=states,
+        reach=_shards.reach(reverse=options.reverse),
     )  # fmt: skip
+    _shards.only_ours(None, last, x["cu_seqlens"], at_end=not options.reverse)
     return _present(result, last if wanted.last_state else None, states)
 
 
@@ -285,22 +292,41 @@ def run(
 ) -> None:
     """Plan and launch; y, last and states are written."""
     size = (sizes.batch, sizes.length, sizes.channels, sizes.state, sizes.groups)
-    if last is not None and (0 in size or x["cu_seqlens"] is not None):
+    shard, packed = _shards.linked(), x["cu_seqlens"] is not None
+    if last is not None and (0 in size or packed):
         place.assign(last, 0 if x["h0"] is None else x["h0"])  # what an empty sequence returns
     if 0 in size:
-        _stateless(x, y)
+        if sizes.at_once:
+            _stateless(x, y)
+        elif shard is not None:
+            flags = sizes.batch * any(x[name] is not None for name in ("mask", "reset", "cu_seqlens"))
+            rows = sizes.batch * sizes.channels * sizes.state
+            layout = _shards.Layout(rows, np.dtype(kind.state), flags, 0)
+            _shards.pass_by(place, shard, layout, reverse=options.reverse)
+        if last is not None:
+            _shards.only_ours(place, last, x["cu_seqlens"], at_end=not options.reverse)
         return
+    carry, ending = None, last
+    if shard is not None:
+        if shard.before(reverse=options.reverse):
+            carry = place.allocate((sizes.batch, sizes.channels, sizes.state), kind.state)
+            x = x | {"h0": _arrays.copy_of(place, x["h0"]) if packed and x["h0"] is not None else None}
+        if not (packed or shard.holds(0 if options.reverse else -1)):
+            ending = None
     segments = segments_of(place, x, options.reverse)
     kind = _plan.fitting_kind(oriented(kind, x["u"]), place.limits)
     sequences = sizes.states if x["cu_seqlens"] is not None else 1
-    plan = _plan.plan_selective(_plan.SelectiveProblem(kind, *size, sequences), place.limits)
+    with _shards.split(shard):
+        plan = _plan.plan_selective(_plan.SelectiveProblem(kind, *size, sequences), place.limits)
     call = _launch.SelectiveCall(
         kind=kind, u=x["u"], delta=x["delta"], A=x["A"], B=x["B"], C=x["C"], D=x["D"], z=x["z"],
-        delta_bias=x["delta_bias"], initial=x["h0"], output=y, last=last, groups=sizes.groups,
+        delta_bias=x["delta_bias"], initial=x["h0"], output=y, last=ending, groups=sizes.groups,
         softplus=options.softplus, limits=options.limits, segments=segments,
         states=states,
     )  # fmt: skip
-    _launch.selective(place, plan, call, -1 if options.reverse else 1)
+    _launch.selective(place, plan, call, -1 if options.reverse else 1, shard, carry)
+    if last is not None:
+        _shards.only_ours(place, last, x["cu_seqlens"], at_end=not options.reverse)
 
 
 def segments_of(place: Place, x: dict[str, Any], reverse: bool) -> _launch.Segments | None:
@@ -308,7 +334,10 @@ def segments_of(place: Place, x: dict[str, Any], reverse: bool) -> _launch.Segme
     if all(x[name] is None for name in ("mask", "reset", "cu_seqlens")):
         return None
     mask, reset = (_flags(place, x[name], reverse) for name in ("mask", "reset"))
-    return _launch.Segments(mask, reset, x["cu_seqlens"], reverse)
+    offsets, shard = x["cu_seqlens"], _shards.linked()
+    if offsets is not None and shard is not None:
+        offsets = _shards.local_offsets(place, shard, offsets)
+    return _launch.Segments(mask, reset, offsets, reverse)
 
 
 def _flags(place: Place, x: Array | None, reverse: bool) -> _launch.Rows | None:
@@ -344,8 +373,10 @@ def counted(x: dict[str, Any]) -> Array | None:
     counts = x["u"][..., 0].astype(bool) if mask is None else mask.copy()
     if mask is None:
         counts[...] = True
-    counts[:, : int(offsets[0])] = False
-    counts[:, int(offsets[-1]) :] = False
+    shard = _shards.current()
+    first, last = (max(int(bound) - (0 if shard is None else shard.offset), 0) for bound in (offsets[0], offsets[-1]))
+    counts[:, :first] = False
+    counts[:, last:] = False
     return counts
 
 

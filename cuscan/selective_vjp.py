@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _arrays, _calls, _plan, _selective_backward, reference_vjp, selective
+from . import _arrays, _calls, _plan, _selective_backward, _shards, reference_vjp, selective
 from ._arrays import Array, Place
 from ._plan import SelectiveKind
 from .interop import routed
@@ -93,11 +93,12 @@ def selective_scan_vjp(
     Notes
     -----
     Scratch, in the accumulation type: an array of B's and one of C's shape for each 32 channels of a group (16 in
-    complex64 and float64); an array (parts, channels, state + 2), twice the state more where B and C are constant in
-    time, where parts * channels / 32 is at most 16 a multiprocessor; two arrays (batch, chunks, state, channels) where
-    time is cut into chunks; where there are more than 16 states (8 in complex64 and float64) two arrays of u's shape,
-    three with z; and the marks of `selective_scan`. Where the states are not given, they and what the scan itself
-    takes; where they are not contiguous, a copy; with `grad_dtype` an array of h0's shape.
+    complex64 and float64); an array (parts, channels, state + 2), twice the state more where B and C are constant
+    in time, where parts * channels / 32 is at most 16 a multiprocessor; two arrays (batch, summaries, state,
+    channels) where time is cut into chunks, each of one to some summaries; where there are more than 16 states (8
+    in complex64 and float64) two arrays of u's shape, three with z; and the marks of `selective_scan`. Where the
+    states are not given, they and what the scan itself takes; where they are not contiguous, a copy; with
+    `grad_dtype` an array of h0's shape.
 
     Examples
     --------
@@ -124,10 +125,10 @@ def selective_scan_vjp(
         options = selective.Options(delta_softplus, limits, reverse)
         ready = _READY.put(given.signature, _make_ready(given, options, layout, grad_dtype))
     if (offsets := given.values(_OFFSETS)) is not None:
-        _arrays.check_offsets(offsets, ready.sizes.length)
+        _arrays.check_offsets(offsets, _shards.whole(ready.sizes.length))
     if given.in_numpy:
         results = _run_numpy(given.by_name(), ready)
-    elif ready.sizes.empty:
+    elif ready.sizes.at_once:
         with given.current() as place:
             results = _launch_all(place, given.by_name(), ready)
     else:
@@ -159,7 +160,7 @@ _READY: _calls.Cache[_Ready] = _calls.Cache()
 def _make_ready(given: _calls.Given, options: selective.Options, layout: str, grad_dtype: Any) -> _Ready:
     """Check what the signature tells, plan and pack."""
     x = given.check(_REQUIRED)
-    if x["grad_out"] is None and x["grad_last_state"] is None:
+    if x["grad_out"] is None and x["grad_last_state"] is None and _shards.current() is None:
         raise ValueError("grad_out or grad_last_state must be given: without both all gradients are zero")
     sizes = selective.check_shapes(x, layout)
     kind = selective.check_types(x)
@@ -167,7 +168,7 @@ def _make_ready(given: _calls.Given, options: selective.Options, layout: str, gr
     dtypes = tuple(None if each is None else _gradient_dtype(each, grad_dtype) for each in inputs)
     ready = _Ready(_calls.Launches.of(given), options, layout, kind, sizes, dtypes)
     _check_gradients(x, sizes, kind)
-    if sizes.empty:
+    if sizes.at_once:
         return ready
     return ready._replace(launches=ready.launches.recorded(given, partial(_launch_all, ready=ready)))
 
@@ -210,6 +211,9 @@ def _run_numpy(x: dict[str, Any], ready: _Ready) -> tuple[Array, ...]:
         delta_softplus=options.softplus, delta_limit=options.limits, reverse=options.reverse,
         accumulate=np.dtype(ready.kind.state), mask=x["mask"], reset=x["reset"], cu_seqlens=x["cu_seqlens"],
     )  # fmt: skip
+    sums = [name for name, each in found.items() if _is_sum(name, each)]
+    found |= zip(sums, _shards.totals(*(found[name] for name in sums)), strict=True)
+    _shards.only_ours(None, found["h0"], x["cu_seqlens"], at_end=options.reverse)
     return tuple(
         reference_vjp.rounded(_ordered(name, found[name], x[name], ready.layout), dtype)
         for name, dtype in zip(SelectiveGradients._fields, ready.dtypes, strict=True)
@@ -226,13 +230,37 @@ def _launch_all(place: Place, x: dict[str, Any], ready: _Ready) -> tuple[Array, 
         for name, dtype in zip(SelectiveGradients._fields, ready.dtypes, strict=True)
         if dtype is not None
     }
-    results = tuple(gradients.values())
+    results, shard = tuple(gradients.values()), _shards.linked()
+    sums: dict[str, Array] = {}
+    if shard is not None:
+        sums = {name: each for name, each in gradients.items() if _is_sum(name, each)}
+        types = [np.dtype(ready.kind.real if name in ("D", "delta_bias") else ready.kind.state) for name in sums]
+        ours = _shards.Sums(place, shard, [(x.shape, dtype) for x, dtype in zip(sums.values(), types, strict=True)])
+        gradients |= zip(sums, ours.parts, strict=True)
     for name in {"u", "delta", "z"} & gradients.keys():
         gradients[name] = selective.time_second(gradients[name], layout)
     x = selective.views(x, layout)
-    if sizes.empty:
+    if sizes.at_once:
         _stateless(x, gradients)
-        return results
+    else:
+        _launch_gradients(place, x, gradients, ready)
+        if sums and not sizes.length:
+            ours.clear()
+    if sums:
+        ours.add([*sums.values()])
+    if "h0" in gradients:
+        _shards.only_ours(place, gradients["h0"], x["cu_seqlens"], at_end=options.reverse)
+    return results
+
+
+def _is_sum(name: str, x: Array) -> bool:
+    """Whether a gradient is a sum over time."""
+    return name in ("A", "D", "delta_bias") or (name in ("B", "C") and x.ndim == 2)
+
+
+def _launch_gradients(place: Place, x: dict[str, Any], gradients: dict[str, Array], ready: _Ready) -> None:
+    """The same without copies and sums over ranks."""
+    sizes, options, shard = ready.sizes, ready.options, _shards.linked()
     size = (sizes.batch, sizes.length, sizes.channels, sizes.state, sizes.groups)
     states = x["states"]
     if states is None:
@@ -241,17 +269,23 @@ def _launch_all(place: Place, x: dict[str, Any], ready: _Ready) -> tuple[Array, 
         selective.run(place, x, gradients["u"], None, states, ready.kind, sizes, options)
     elif not states.flags.c_contiguous:
         states = _arrays.copy_of(place, states)
+    if not sizes.length and shard is not None:
+        flags = sizes.batch * any(x[name] is not None for name in ("mask", "reset", "cu_seqlens"))
+        layout = _shards.Layout(sizes.batch * sizes.channels * sizes.state, np.dtype(ready.kind.state), flags, 0)
+        _shards.pass_by(place, shard, layout, reverse=not options.reverse)
+        if "h0" in gradients:
+            place.assign(gradients["h0"], 0)
+        return
     segments = selective.segments_of(place, x, options.reverse)
     kind = _plan.backward_kind(selective.oriented(ready.kind, x["u"]))
     plan = _plan.plan_backward(_plan.SelectiveProblem(kind, *size), place.limits)
     call = _selective_backward.BackwardCall(
         kind=kind, u=x["u"], delta=x["delta"], A=x["A"], B=x["B"], C=x["C"], D=x["D"], z=x["z"],
         delta_bias=x["delta_bias"], initial=x["h0"], states=states, grad_output=x["grad_out"],
-        grad_last=x["grad_last_state"], gradients=gradients, time_last=layout == "bdl", groups=sizes.groups,
+        grad_last=x["grad_last_state"], gradients=gradients, time_last=ready.layout == "bdl", groups=sizes.groups,
         softplus=options.softplus, limits=options.limits, segments=segments,
     )  # fmt: skip
     _selective_backward.backward(place, plan, call, -1 if options.reverse else 1)
-    return results
 
 
 @np.errstate(all="ignore")
