@@ -3,12 +3,13 @@
 import json
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import cuscan
-from cuscan import _plan, _selftest, _source, _tuned, tune
+from cuscan import _plan, _selftest, _source, _tuned, mamba, tune
 from cuscan.__main__ import main
 from cuscan._plan import DeviceLimits, LinearFit, LinearProblem, Schedule, SelectiveKind, SelectiveProblem, forced
 
@@ -100,6 +101,7 @@ def test_beyond_the_spread_the_faster_wins():
 
 def test_what_was_dropped_after_a_run_does_not_win():
     assert tune.choose([candidate("dropped", 0.1), candidate("whole", 1, 1, 1)]).order == "whole"
+    assert tune.choose([candidate("dropped", 0.1)]).order == "dropped", "of fits of an order that was"
 
 
 def clock(call):
@@ -137,6 +139,44 @@ def test_a_sweep_runs_the_kernels_and_says_what_it_found(host_executor, tmp_path
         assert kept == [{**{name: row[name] for name in ("function", "problem")}, "order": row["best"]["order"]}, other]
 
 
+def small_model(tmp_path):
+    config = mamba.Config(vocab=20, width=8, layers=2)
+    mamba.save(tmp_path / "model", config, mamba.initial_parameters(config, 0))
+    return tmp_path / "model"
+
+
+def test_a_model_is_timed_as_a_whole(tmp_path):
+    folder = small_model(tmp_path)
+    (job,) = tune.Prefill((2, 70), folder=folder).jobs(np)
+    assert job.name == "prefill (2, 70) float32"
+    assert job.calls["prefill"]().shape == (2, 20)
+    (job,) = tune.Prefill((2, 70), dtype="bfloat16", folder=folder).jobs(np)
+    assert job.name == "prefill (2, 70) bfloat16"
+
+
+@pytest.mark.full
+def test_the_order_that_makes_a_model_fast_is_kept(host_executor, tmp_path):
+    layers = []
+
+    def prefill_clock(call):
+        with _plan.watched() as plans:
+            call()
+        layers.append({plan.order for name, *_, plan in plans if name == "plan_selective"})
+        choices = _plan._forced.get()
+        return 1.0 + (choices["schedule"] is not Schedule.SPLIT) + (choices["tile"].states == 4)
+
+    lines, plans = [], tmp_path / "plans.json"
+    case = tune.Prefill((1, 130), dtype="bfloat16", folder=small_model(tmp_path))
+    (row,) = rows = host_executor(tune.sweep, lines.append, np, [case], prefill_clock)
+    assert all(len(orders) <= 1 for orders in layers), "one plan for all layers"
+    assert (row["function"], row["directions"], row["shape"]) == ("selective_scan", ["prefill"], [1, 130])
+    assert (row["dtype"], row["problem"]["length"], row["problem"]["channels"]) == ("bfloat16", 130, 16)
+    assert (row["best"]["ms"], row["best"]["order"]["schedule"], row["best"]["order"]["states"]) == (1, "split", 2)
+    tune.keep(lines.append, rows, plans)
+    (entry,) = json.loads(plans.read_text())["plans"]
+    assert entry["order"] == row["best"]["order"]
+
+
 def test_the_time_is_kept():
     lines = []
     assert tune.sweep(lines.append, np, [tune.Case((3, 3), 1, "float32")], clock, minutes=-1) == []
@@ -147,7 +187,7 @@ def test_a_fit_that_changes_bits_is_refused():
     job = tune.Job(tune.Case((1,), 0), {"forward": lambda: np.array([1.0 + _plan._forced.get().get("warps", 0)])})
     same = [tune.Candidate("order", LinearFit(n), {"schedule": n}) for n in (1, 2)]
     tune._same_bits(job, same)
-    with pytest.raises(AssertionError, match=r"forward has other bits with LinearFit\(warps=2\)"):
+    with pytest.raises(AssertionError, match=r"forward has other bits with LinearFit\(warps=2\b"):
         tune._same_bits(job, [tune.Candidate("order", LinearFit(n), {"warps": n}) for n in (1, 2)])
 
 
@@ -173,8 +213,11 @@ def test_a_run_on_a_gpu_writes_what_it_timed(host_executor, monkeypatch, tmp_pat
     _tuned.user_orders.cache_clear()
     with pytest.raises(ValueError, match="must be JSON"):
         tune.run(lines.append, linear=["3,300@1"])
+    plans.unlink()
     with pytest.raises(ValueError, match="--selective takes batch,length,channels,state"):
         tune.run(lines.append, selective=["3,300"])
+    with pytest.raises(ValueError, match="--prompt takes batch,length"):
+        tune.run(lines.append, model=tmp_path, prompt="300")
 
 
 def test_the_command_takes_shapes(monkeypatch, capsys):
@@ -187,7 +230,22 @@ def test_the_command_takes_shapes(monkeypatch, capsys):
     assert main(["tune", "--selective", "1,2,3,4", "--linear", "8,100@0", "--minutes", "2"]) == 0
     assert capsys.readouterr().out == "tuned\n"
     assert taken == {"selective": ["1,2,3,4"], "linear": ["8,100@0"], "minutes": 2, "dtype": None, "layout": "bld",
-                     "record": None}  # fmt: skip
+                     "record": None, "model": None, "prompt": "1,2048"}  # fmt: skip
+
+
+def test_the_command_takes_a_model(monkeypatch, capsys):
+    taken = {}
+    monkeypatch.setattr(tune, "run", lambda _, **options: taken.update(options))
+    monkeypatch.setattr(_selftest, "gpu", lambda: ("", "no driver"))
+    assert main(["tune", "--model", "folder"]) == 1
+    assert capsys.readouterr().err == "tune needs a GPU: no driver\n"
+    monkeypatch.setattr(_selftest, "gpu", lambda: ("a GPU", ""))
+    monkeypatch.setattr(mamba, "has_cublas", lambda: False)
+    assert main(["tune", "--model", "folder"]) == 1
+    assert "needs cuBLAS: install cuscan with the extra" in capsys.readouterr().err
+    monkeypatch.setattr(mamba, "has_cublas", lambda: True)
+    assert main(["tune", "--model", "folder", "--prompt", "4,512", "--dtype", "float16"]) == 0
+    assert (taken["model"], taken["prompt"], taken["dtype"]) == (Path("folder"), "4,512", "float16")
 
 
 def test_a_bar_is_drawn_on_terminals_only():
