@@ -19,13 +19,16 @@ struct SelectiveBackwardArgs {
   char *A, *D, *delta_bias, *states;          // D and delta_bias may be null
   char *grad_last, *grad_initial;             // may be null
   char *part_A, *part_D, *part_bias;          // (parts of the batch, chunks, channels[, state])
-  char *seed, *summary_gate, *summary_input;  // (batch, chunks, state, channels), the last chunk of time first
+  char *seed, *summary_gate, *summary_input;  // (batch, summaries, state, channels), the last of time first
   long long A_channel, A_state, D_channel, bias_channel;
   long long last_batch, last_channel, last_state;  // of grad_last
   long long partial_plane;
   long long batch, length, channels, state, groups;
   long long first_state;
-  long long chunk, chunks;  // steps a chunk, whole intervals; chunk * chunks >= length
+  long long chunk, chunks;  // steps a chunk, whole intervals, and how many chunks the grid has
+  long long left_out;       // summaries of the first chunks of time that nobody asks for
+  long long summaries;      // and how many follow
+  long long in_chunk;       // summaries in one of the grid's chunks
   long long part, parts;    // rows of the batch that a block does; part * parts >= batch
   double limits64[2];
   float limits32[2];
@@ -39,5 +42,5 @@ struct SelectiveBackwardArgs {
   const int* ids;         // where the sequences have an h0 or a grad_last
   char *sequence_initial, *sequence_grad_last, *sequence_grad_initial;
   long long initial_sequence, initial_channel, initial_state;
-  unsigned char* summary_resets;  // (batch, chunks), the last chunk first
+  unsigned char* summary_resets;  // (batch, summaries), the last first
 };

@@ -12,8 +12,8 @@
 //
 //   thread  one channel and kStates of its states: in registers p, and for kSteps steps (2 kSteps without marks) the
 //           gates and the states before each step
-//   warp    8 neighbouring channels x 4 groups of kStates states, a slice, a group in 8 neighbouring lanes. So the sums
-//           over the states are sums over lanes, and so are those over channels up to the last, over the block's warps.
+//   warp    8 channels x 4 groups of kStates states, a slice, a group in 8 neighbouring lanes. So the sums over the
+//           states are sums over lanes, and so are those over channels up to the last, over the block's warps.
 //   block   kChannels channels
 //   grid    (part of the batch, group of B and C, tile of channels, chunk of time), chunks fastest. A block does the
 //           rows of its part of the batch one after the other and leaves one partial sum of dA, dD and d delta_bias. A
@@ -33,21 +33,21 @@
 //
 // A sum over lanes that every lane holds several values of (steps, states) sends half of them away and keeps the other
 // half at each step of a butterfly, so that n values cost n shuffles and not 5n. Which state a register holds differs
-// from lane to lane (local n is state n ^ (channel % kStates) of the group): then every lane keeps the same register,
-// and the first steps of the butterfly need no selection. B and C lie in shared memory in all kStates orders, and the
-// lanes of one order are neighbours, which the chip serves together.
+// from lane to lane (local n is state n ^ order of the group): then every lane keeps the same register, and the first
+// steps of the butterfly need no selection. B and C lie in shared memory in all kStates orders.
 //
 // Where time is cut into chunks, the kernel run with kSummarise leaves each chunk's map from the p that comes from its
 // right to the p that leaves on its left, and a linear_scan over them, last chunk first, makes seed[c] of what leaves.
+// Its chunks are finer, a whole number of them in a chunk of the gradients: it needs little memory, so more blocks of
+// it are resident.
 //
 // A step past the end, masked or outside of all sequences has gate 1 and input 0, and dy, B and C are 0; its gradients
 // are set to 0 where they are stored, and it adds none to a sum. Where a sequence starts or the state is reset, p is
 // cut.
 #include "activations.cuh"
 #include "operators.cuh"
-#include "pair_stream.cuh"
+#include "run_stream.cuh"
 #include "selective_backward_args.cuh"
-#include "selective_types.cuh"
 #include "warp_fold.cuh"
 
 // --- sums over lanes --------------------------------------------------------------------------------------------
@@ -91,6 +91,16 @@ __device__ __forceinline__ complex<float> scaled_sum(float x, complex<float> y, 
 
 // --- the tile -----------------------------------------------------------------------------------------------------
 
+// One row's share of a block. It is in shared memory, as there are no registers to spare.
+struct BackwardItem {
+  long long number;
+  int exists;  // or else the block has no more
+  int part, group, tile, chunk;
+  int channels, states;  // how many of the tile's channels and the slice's states exist
+  long long first_channel;
+  long long begin, end;  // positions
+};
+
 template <class Item_, class S_, int kStates_, int kChannels_, int kSteps_, bool kTimeFast_, bool kTimeB_, bool kTimeC_,
           bool kSegmented_>
 struct BackwardTile {
@@ -103,70 +113,80 @@ struct BackwardTile {
   static constexpr int kGroups = 4, kAbreast = 8;  // groups of states and channels in a warp
   static constexpr int kSlice = kStates * kGroups;
   static constexpr int kThreads = kChannels * kGroups, kWarps = kThreads / 32;
-  // Rows of shared memory, padded so that neither accesses along channels nor those along time share a bank.
-  static constexpr int kDriveRow = kChannels + (kTimeFast ? 1 : 0), kDyRow = kChannels + (kTimeFast ? 6 : 8);
-  static constexpr int kSumRow = kChannels + (kTimeFast ? 7 : 8);
   static constexpr int kSets = sizeof(Item) <= 2 ? 2 : 1;  // of slots
   static constexpr int kTogether = kAbreast / kStates;     // steps whose sums over channels are one butterfly
-  static constexpr int kPieces = 2, kPiece = kStateInterval / kPieces;  // of an interval, and the steps in each
-  using Grid = PairGrid<kPiece, kChannels, kThreads, kTimeFast>;
-  using CoupleGrid = PairGrid<kPiece, kSlice, kThreads, kTimeFast>;
-  using Stream = PairStream<Grid, Item, kThreads>;
-  using CoupleStream = PairStream<CoupleGrid, CoupleItem, kThreads>;
-  static constexpr int kColumns = kTimeFast ? Grid::kPairs : 2;  // channels of a thread's items
-  // A thread's sums for dD and d delta_bias are in registers, or in shared memory where registers are short.
-  static constexpr bool kSharesTotals = sizeof(R) == 8;
-  static constexpr int kTotals = kSharesTotals ? 2 * kColumns * kThreads : 4;
+  using Grid = RunGrid<kChannels, kThreads, kTimeFast>;
+  using CoupleGrid = RunGrid<kSlice, kThreads, kTimeFast>;
+  using Stream = RunStream<Grid, Item, kThreads>;
+  using CoupleStream = RunStream<CoupleGrid, CoupleItem, kThreads>;
+  static constexpr int kItems = Grid::kItems;
+  static constexpr int kOwned = kTimeFast ? 1 : kItems;  // channels of a thread's items
+  // Rows of shared memory, padded so that neither accesses along channels nor those along time share a bank. Items of a
+  // row lie in columns: those that a thread writes in one access, and beside them those of its neighbour.
+  static constexpr int kDriveRow = kChannels + (kTimeFast ? 1 : 8), kRow = kChannels + (kTimeFast ? 9 : 8);
+  static constexpr int kSums = kStateInterval * kRow + (kTimeFast ? 18 : 16);
+  static constexpr int kOrder = kStateInterval * kSlice + 32 / (int)sizeof(S);  // from one order of B or C to the next
+  static constexpr int kBeside = sizeof(R) == 4 ? 2 : 1;                        // channels in one access
   static_assert(kChannels % kAbreast == 0 && kThreads % 32 == 0, "whole warps");
-  static_assert(Grid::kEven, "each thread moves the same number of pairs");
-  static_assert(kStateInterval == kMarkSteps, "an interval's marks are one word");
+  static_assert(kItems % kBeside == 0 && (kTimeFast || kChannels % kItems == 0), "whole accesses");
+  static_assert(CoupleGrid::kItems % kStates == 0, "a run of B or C is whole groups");
   static_assert(kSteps % 4 == 0 && kSteps % kTogether == 0 && kStateInterval % kSteps == 0,
                 "sums over lanes take several steps together");
 
-  struct Shared {
+  // The column of a channel, and the channel of a column.
+  static __device__ __forceinline__ int column_of(int channel) {
+    if (kTimeFast) return channel;
+    return (channel % kItems / kBeside * Grid::kRuns + channel / kItems) * kBeside + channel % kBeside;
+  }
+  static __device__ __forceinline__ int channel_of(int column) {
+    constexpr int kRuns = kChannels / kItems;
+    return column / kBeside % kRuns * kItems + column / kBeside / kRuns * kBeside + column % kBeside;
+  }
+
+  // What summaries need.
+  struct Summary {
+    alignas(16) BackwardItem at;
     alignas(16) Drive<R> drive[kStateInterval][kDriveRow];
-    alignas(16) R dy[kStateInterval][kDyRow];
-    // By step, group of states, order and place in it.
-    alignas(16) S B[kTimeB ? kStateInterval : 1][kGroups][kStates][kStates];
-    alignas(16) S C[kTimeC ? kStateInterval : 1][kGroups][kStates][kStates];
+    alignas(16) R dy[kStateInterval][kRow];
+    alignas(16) S C[kTimeC ? kStates : 1][kTimeC ? kOrder : 1];  // by order, and step, group of states and place in it
+    alignas(16) R bias[kChannels];
+    alignas(16) char* inputs[6][kThreads];
+    // Slots of the streams.
+    alignas(16) typename Stream::Slots delta[kSets];
+    alignas(16) typename Stream::Slots grad_output[kSets];
+    alignas(16) typename Stream::Slots z[kSets];
+    alignas(16) typename CoupleStream::Slots raw_C;
+  };
+  struct Shared : Summary {
+    alignas(16) S B[kTimeB ? kStates : 1][kTimeB ? kOrder : 1];
     alignas(16) S entering[kStateInterval / kSteps][kThreads][kStates];
-    alignas(16) S saved[kStates][kThreads];           // what enters the next interval
-    alignas(16) R sums[kStateInterval][2 * kSumRow];  // over the states: of B g, of A q; those of C h take dy's place
+    alignas(16) S saved[kStates][kThreads];  // what enters the next interval
+    alignas(16) R sums[2][kSums];            // over the states: of B g, of A q; those of C h take dy's place
     alignas(16) S dB[kWarps][kTimeB ? kStateInterval : 1][kSlice];  // over a warp's channels
     alignas(16) S dC[kWarps][kTimeC ? kStateInterval : 1][kSlice];
-    alignas(16) long long offset[5][kThreads];
-    alignas(16) R totals[kTotals];
-    alignas(16) R bias[kChannels];
+    alignas(16) char* gradients[3][kThreads];
+    alignas(16) char* couples[2][2];  // by row of the batch, even or odd: where its dB and dC of this tile begin
+    alignas(16) R totals[2][kThreads][kOwned];  // of a thread's items, for dD and d delta_bias
     alignas(16) R D[kChannels];
-    // Slots of the streams.
-    alignas(16) Vector<Item> u[kSets][kPieces][Grid::kPairs][kThreads];
-    alignas(16) Vector<Item> delta[kSets][kPieces][Grid::kPairs][kThreads];
-    alignas(16) Vector<Item> grad_output[kSets][kPieces][Grid::kPairs][kThreads];
-    alignas(16) Vector<Item> z[kSets][kPieces][Grid::kPairs][kThreads];
-    alignas(16) Vector<CoupleItem> raw_B[kPieces][CoupleGrid::kPairs][kThreads];
-    alignas(16) Vector<CoupleItem> raw_C[kPieces][CoupleGrid::kPairs][kThreads];
+    alignas(16) typename Stream::Slots u[kSets];
+    alignas(16) typename CoupleStream::Slots raw_B;
   };
 };
 
-// One row's share of a block.
-struct BackwardItem {
-  int part, group, tile, chunk;
-  long long first_channel;
-  long long begin, end;  // positions
-  int channels, states;  // how many of the tile's channels and the slice's states exist
-};
-
-template <class Tile>
+template <class Tile, bool kSummarise>
 __device__ __forceinline__ BackwardItem locate_backward(const SelectiveBackwardArgs& args, long long item) {
   const long long in_group = args.channels / args.groups;
   const long long tiles = (in_group + Tile::kChannels - 1) / Tile::kChannels;
   BackwardItem at;
-  at.chunk = (int)(item % args.chunks);
+  at.number = item;
+  at.chunk = (int)(item % args.chunks + (kSummarise ? args.left_out : 0));
   item /= args.chunks;
   at.tile = (int)(item % tiles);
   item /= tiles;
   at.group = (int)(item % args.groups);
-  at.part = (int)(item / args.groups);
+  item /= args.groups;
+  at.part = (int)item;
+  at.exists = item < args.parts;
   at.first_channel = at.group * in_group + (long long)at.tile * Tile::kChannels;
   const long long left = in_group - (long long)at.tile * Tile::kChannels, left_states = args.state - args.first_state;
   at.channels = (int)(left < Tile::kChannels ? left : Tile::kChannels);
@@ -180,21 +200,20 @@ __device__ __forceinline__ BackwardItem locate_backward(const SelectiveBackwardA
 struct Interval {
   int number, steps;
   StepMarks marks;  // masked beyond the last step, and a reset where nothing enters the row
-  bool plain;
+  bool plain;       // all is there, as vectors
   __device__ __forceinline__ bool marked() const { return marks.masked | marks.resets | marks.starts | marks.ends; }
 };
 
-// A piece of it, and which of this thread's items there are: those of sequences and those of couples.
-struct Piece {
-  int number, tile, first;  // in the interval, in the chunk; its first step in the interval
-  unsigned exists, couples;
+template <class Tile, bool kSummarise>
+struct MemoryOf {
+  using type = typename Tile::Shared;
 };
-
-template <class R>
-__device__ __forceinline__ R activated(const SelectiveBackwardArgs& args, R x) {
-  if (args.softplus) x = softplus(x);
-  return args.limited ? clip(x, limit(args, 0, R()), limit(args, 1, R())) : x;
-}
+template <class Tile>
+struct MemoryOf<Tile, true> {
+  using type = typename Tile::Summary;
+};
+template <class Tile, bool kSummarise>
+using Memory = typename MemoryOf<Tile, kSummarise>::type;
 
 template <class Tile, bool kSummarise>
 struct Backward {
@@ -203,25 +222,20 @@ struct Backward {
   using Item = typename Tile::Item;
   using Grid = typename Tile::Grid;
   using CoupleGrid = typename Tile::CoupleGrid;
-  using Shared = typename Tile::Shared;
-  static constexpr int kStates = Tile::kStates, kSteps = Tile::kSteps;
+  using Shared = Memory<Tile, kSummarise>;
+  static constexpr int kStates = Tile::kStates, kSteps = Tile::kSteps, kItems = Tile::kItems;
 
   const SelectiveBackwardArgs& args;
   Shared& shared;
-  const BackwardItem at;
-  const int lane, channel, group, order;
-  const int my_states;  // how many of kStates exist, if > 0
-  const int length;     // of the chunk
+  const BackwardItem& at;
+  const int lane, own, channel, column, group, order;  // own: number of the channel in the order of threads
+  const int my_states;                                 // how many of kStates exist, if > 0
+  const int length;                                    // of the chunk
   long long batch;
-  unsigned exists, couples;  // masks of Grid and CoupleGrid
-  int whole, ragged;         // whole pieces of the chunk, steps of the one after
-  // This thread's first item of the row's chunk.
-  char *u, *delta, *z, *grad_output, *B, *C;
   const S* saved;  // its channel's, first state of its group, of the interval that is next
   S rate[kStates], p[kStates], dA[kStates];
   S constant_B[Tile::kTimeB ? 1 : kStates], constant_C[Tile::kTimeC ? 1 : kStates];
   S constant_dB[Tile::kTimeB ? 1 : kStates], constant_dC[Tile::kTimeC ? 1 : kStates];
-  R totals[2][Tile::kColumns];  // dD, d delta_bias
   DeltaSum<R> delta_sum;
   bool resets;
 
@@ -230,28 +244,20 @@ struct Backward {
         shared(shared),
         at(at),
         lane(threadIdx.x % 32),
-        channel(threadIdx.x / 32 * Tile::kAbreast + lane % Tile::kTogether * kStates +
-                lane % Tile::kAbreast / Tile::kTogether),
+        own(threadIdx.x / 32 * Tile::kAbreast + lane % Tile::kTogether * kStates +
+            lane % Tile::kAbreast / Tile::kTogether),
+        channel(Tile::channel_of(own)),
+        column(Tile::column_of(channel)),
         group(lane / Tile::kAbreast),
-        order(channel % kStates),
+        order(own % kStates),
         my_states(channel < at.channels ? at.states - group * kStates : 0),
-        length((int)(at.end - at.begin)) {
-    whole = length / Tile::kPiece;
-    ragged = length % Tile::kPiece;
-    exists = Grid::masks(ragged, at.channels);
-    couples = CoupleGrid::masks(ragged, at.states);
-  }
+        length((int)(at.end - at.begin)) {}
 
-  // From the start of an array that it leaves something in to this thread's first item of the row's chunk: in shared
-  // memory, as there are no registers to spare.
-  enum { kGradU, kGradDelta, kGradZ, kGradB, kGradC };
-  __device__ __forceinline__ long long& offset(int of) const { return shared.offset[of][threadIdx.x]; }
-  __device__ __forceinline__ R& total(int what, int column) {
-    if constexpr (Tile::kSharesTotals)
-      return shared.totals[(what * Tile::kColumns + column) * Tile::kThreads + threadIdx.x];
-    else
-      return totals[what][column];
-  }
+  // This thread's first item of the row's chunk in each array, in shared memory, as there are no registers to spare.
+  enum { kU, kDelta, kZ, kGradOutput, kB, kC };
+  enum { kGradU, kGradDelta, kGradZ };
+  __device__ __forceinline__ char*& input(int of) const { return shared.inputs[of][threadIdx.x]; }
+  __device__ __forceinline__ char*& gradient(int of) const { return shared.gradients[of][threadIdx.x]; }
   __device__ __forceinline__ long long my_channel() const { return at.first_channel + channel; }
   // The state that local n is.
   __device__ __forceinline__ int local_state(int n) const { return n ^ order; }
@@ -286,72 +292,75 @@ struct Backward {
                at.channels == Tile::kChannels && at.states == Tile::kSlice;
     return is;
   }
-
-  template <class Function>
-  __device__ __forceinline__ void each_piece(const Interval& is, Function function) const {
-#pragma unroll 1
-    for (int i = 0; i < Tile::kPieces; ++i) {
-      const int tile = is.number * Tile::kPieces + i;
-      const bool none = tile > whole;
-      const int last = tile == whole ? 16 : 0;
-      function(
-          Piece{i, tile, i * Tile::kPiece, none ? 0 : exists >> last & 0xffff, none ? 0 : couples >> last & 0xffff});
-    }
+  // Which of this thread's items there are.
+  template <bool kPlain>
+  __device__ __forceinline__ unsigned exist(const Interval& is) const {
+    return kPlain ? Grid::kWhole : Grid::template exist<false>(threadIdx.x, 0, is.steps, at.channels);
+  }
+  template <bool kPlain>
+  __device__ __forceinline__ unsigned couples_exist(const Interval& is) const {
+    return kPlain ? CoupleGrid::kWhole : CoupleGrid::template exist<false>(threadIdx.x, 0, is.steps, at.states);
   }
 
   __device__ __forceinline__ char* first(const SequenceArray& array) const {
     if (!array.start) return nullptr;
-    return Tile::Stream::first(
+    const typename Tile::Stream stream(
         array.start + batch * array.batch + at.first_channel * array.channel + at.begin * array.time, array.time,
-        array.channel, array.vector);
+        array.channel, threadIdx.x);
+    return stream.at;
   }
   __device__ __forceinline__ char* first(const CoupleArray& array) const {
-    return Tile::CoupleStream::first(array.start + batch * array.batch + at.group * array.group +
-                                         args.first_state * array.state + at.begin * array.time,
-                                     array.time, array.state, array.vector);
+    const typename Tile::CoupleStream stream(array.start + batch * array.batch + at.group * array.group +
+                                                 args.first_state * array.state + at.begin * array.time,
+                                             array.time, array.state, threadIdx.x);
+    return stream.at;
   }
   // `step` steps after `first`; two multiplications, as neither is 64 by 64 bits.
   static __device__ __forceinline__ char* after(char* first, int step, long long time) {
     return first + (unsigned)step * (unsigned long long)time;
   }
-  static __device__ __forceinline__ typename Tile::Stream stream(char* first, const SequenceArray& array, int tile) {
-    return {after(first, tile * Tile::kPiece, array.time), array.time, array.channel};
+  // That before the items of interval `number`, as what is next in a stream.
+  static __device__ __forceinline__ typename Tile::Stream stream(char* first, const SequenceArray& array, int number) {
+    return {after(first, number * kStateInterval, array.time), array.time, array.channel};
   }
   static __device__ __forceinline__ typename Tile::CoupleStream stream(char* first, const CoupleArray& array,
-                                                                       int tile) {
-    return {after(first, tile * Tile::kPiece, array.time), array.time, array.state};
+                                                                       int number) {
+    return {after(first, number * kStateInterval, array.time), array.time, array.state};
   }
 
-  // This thread's items of a piece from `first` on, in `rows` of shared memory; neighbouring channels in one access.
-  template <class T, int kRow>
-  static __device__ __forceinline__ void write_items(T (*rows)[kRow], int first, const T (&from)[Grid::kItems]) {
+  // This thread's items of an interval in rows of shared memory that begin at `rows`.
+  template <class T>
+  static __device__ __forceinline__ void write_items(T* rows, int row, const T (&from)[kItems]) {
+    constexpr int kBeside = Tile::kTimeFast ? 1 : Tile::kBeside;
 #pragma unroll
-    for (int i = 0; i < Grid::kItems; i += 2) {
-      T* const to = &rows[first + Grid::time(i)][Grid::place(i)];
-      const T pair[2] = {from[i], from[i + 1]};
-      if constexpr (Tile::kTimeFast)
-        to[0] = pair[0], to[kRow] = pair[1];
-      else
-        write_row(to, pair);
+    for (int i = 0; i < kItems; i += kBeside) {
+      T beside[kBeside];
+#pragma unroll
+      for (int k = 0; k < kBeside; ++k) beside[k] = from[i + k];
+      write_row(rows + my_time(i) * row + Tile::column_of(my_place(i)), beside);
     }
   }
   // The same back; steps from `steps` on are zero.
-  template <bool kPlain, class T, int kRow>
-  static __device__ __forceinline__ void read_items(T (&to)[Grid::kItems], const T (*rows)[kRow], int first, int column,
-                                                    int steps) {
+  template <bool kPlain, class T>
+  static __device__ __forceinline__ void read_items(T (&to)[kItems], const T* rows, int row, int steps) {
+    constexpr int kBeside = Tile::kTimeFast ? 1 : Tile::kBeside;
 #pragma unroll
-    for (int i = 0; i < Grid::kItems; i += 2) {
-      const int step = first + Grid::time(i);
-      const T* const from = &rows[step][column + Grid::place(i)];
-      T pair[2] = {};
-      if constexpr (Tile::kTimeFast) {
-        if (kPlain || step < steps) pair[0] = from[0];
-        if (kPlain || step + 1 < steps) pair[1] = from[kRow];
-      } else {
-        if (kPlain || step < steps) read_row(pair, from);
-      }
-      to[i] = pair[0];
-      to[i + 1] = pair[1];
+    for (int i = 0; i < kItems; i += kBeside) {
+      T beside[kBeside] = {};
+      if (kPlain || my_time(i) < steps) read_row(beside, rows + my_time(i) * row + Tile::column_of(my_place(i)));
+#pragma unroll
+      for (int k = 0; k < kBeside; ++k) to[i + k] = beside[k];
+    }
+  }
+  static __device__ __forceinline__ int my_time(int item) { return Grid::time(threadIdx.x, item); }
+  static __device__ __forceinline__ int my_place(int item) { return Grid::place(threadIdx.x, item); }
+  // What there is of each channel, of this thread's items.
+  __device__ __forceinline__ void of_items(R (&to)[kItems], const R* channels) const {
+    if constexpr (Tile::kTimeFast) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) to[i] = channels[my_place(0)];
+    } else {
+      read_row(to, channels + my_place(0));
     }
   }
 
@@ -360,112 +369,131 @@ struct Backward {
   template <bool kPlain>
   __device__ __forceinline__ void start_loads(const Interval& is) {
     const int set = is.number % Tile::kSets;
-    each_piece(is, [&](const Piece& piece) {
-      auto start = [&](char* from, const SequenceArray& array, auto* slots) {
-        if (array.start)
-          stream(from, array, piece.tile).template start<kPlain>(slots[piece.number], array.vector, piece.exists);
-      };
-      start(delta, args.delta, shared.delta[set]);
-      start(grad_output, args.grad_output, shared.grad_output[set]);
-      start(z, args.z, shared.z[set]);
-      if (!kSummarise) start(u, args.u, shared.u[set]);
-      auto start_couple = [&](char* from, const CoupleArray& array, auto* slots) {
-        stream(from, array, piece.tile).template start<kPlain>(slots[piece.number], array.vector, piece.couples);
-      };
-      if constexpr (Tile::kTimeB && !kSummarise) start_couple(B, args.B, shared.raw_B);
-      if constexpr (Tile::kTimeC) start_couple(C, args.C, shared.raw_C);
-    });
+    const unsigned there = exist<kPlain>(is), couples_there = couples_exist<kPlain>(is);
+    auto start = [&](char* from, const SequenceArray& array, auto& slots) {
+      if (array.start) stream(from, array, is.number).template start<kPlain>(slots, threadIdx.x, array.vector, there);
+    };
+    start(input(kDelta), args.delta, shared.delta[set]);
+    start(input(kGradOutput), args.grad_output, shared.grad_output[set]);
+    start(input(kZ), args.z, shared.z[set]);
+    if constexpr (!kSummarise) start(input(kU), args.u, shared.u[set]);
+    auto start_couple = [&](char* from, const CoupleArray& array, auto& slots) {
+      stream(from, array, is.number).template start<kPlain>(slots, threadIdx.x, array.vector, couples_there);
+    };
+    if constexpr (Tile::kTimeB && !kSummarise) start_couple(input(kB), args.B, shared.raw_B);
+    if constexpr (Tile::kTimeC) start_couple(input(kC), args.C, shared.raw_C);
   }
 
-  // The raw items of a piece; what does not exist is 0, and all if the array is not `there`.
-  template <bool kPlain, class Slots>
-  __device__ __forceinline__ void raw(char* from, const SequenceArray& array, Slots* slots, const Interval& is,
-                                      const Piece& piece, R (&to)[Grid::kItems], bool there = true) const {
-    if (there) {
-      stream(from, array, piece.tile + 1)
-          .template values<kPlain>(slots[is.number % Tile::kSets][piece.number], array.vector, array.wide, piece.exists,
-                                   to);
+  // The raw items of an interval; what does not exist is 0, and all if there is no such array.
+  template <bool kPlain>
+  __device__ __forceinline__ void raw(char* from, const SequenceArray& array, const typename Tile::Stream::Slots* slots,
+                                      const Interval& is, R (&to)[kItems]) const {
+    if (array.start) {
+      stream(from, array, is.number + 1)
+          .template values<kPlain>(slots[is.number % Tile::kSets], threadIdx.x, array.vector, array.wide,
+                                   exist<kPlain>(is), 0, to);
     } else {
 #pragma unroll
-      for (int i = 0; i < Grid::kItems; ++i) to[i] = R(0);
+      for (int i = 0; i < kItems; ++i) to[i] = R(0);
     }
   }
 
-  // A pair of B or C: at each moment lanes are at different orders, or else they would share a bank.
-  static __device__ __forceinline__ void leave_in_all_orders(S (*to)[Tile::kGroups][kStates][kStates], int step,
-                                                             int place, S first, S second) {
-    constexpr int kMoved = Tile::kTimeFast ? ~0 : ~1;  // what an order does to the place of an item, or of a pair
-    const int turn = (Tile::kTimeFast ? step / 2 : place / kStates / 2 + step * (kStates / 2)) % kStates;
-    const int own = turn * kStates + (place % kStates ^ (turn & kMoved));
-    S* const cell = to[step][place / kStates][0];
-    if (!Tile::kTimeFast && turn & 1) {
-      const S other = first;
-      first = second;
-      second = other;
-    }
+  // This thread's run of B or C, in all orders.
+  static __device__ __forceinline__ void leave_in_all_orders(S (*to)[Tile::kOrder],
+                                                             const S (&value)[CoupleGrid::kItems]) {
+    const int time = CoupleGrid::time(threadIdx.x, 0), place = CoupleGrid::place(threadIdx.x, 0);
+    const int at = time * Tile::kSlice + place / kStates * kStates;
 #pragma unroll
     for (int i = 0; i < kStates; ++i) {
-      S* const at = cell + (own ^ (i * kStates + (i & kMoved)));
-      const S pair[2] = {i & 1 ? second : first, i & 1 ? first : second};
-      if constexpr (Tile::kTimeFast)
-        at[0] = first, at[Tile::kSlice * kStates] = second;
-      else
-        write_row(at, pair);
+      if constexpr (Tile::kTimeFast) {
+        // At each moment lanes are at different orders, or else they would share a bank.
+        const int order = (i + threadIdx.x) % kStates;
+#pragma unroll
+        for (int k = 0; k < CoupleGrid::kItems; ++k)
+          to[order][at + k * Tile::kSlice + (place % kStates ^ order)] = value[k];
+      } else {
+#pragma unroll
+        for (int k = 0; k < CoupleGrid::kItems; k += kStates) {
+          S row[kStates];
+#pragma unroll
+          for (int n = 0; n < kStates; ++n) row[n] = value[k + (n ^ i)];
+          write_row(&to[i][at + k], row);
+        }
+      }
+    }
+  }
+
+  // From delta + bias to delta.
+  __device__ __forceinline__ void activate(R (&x)[kItems]) const {
+    if (args.softplus) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) x[i] = softplus(x[i]);
+    }
+    if (args.limited) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) x[i] = clip(x[i], limit(args, 0, R()), limit(args, 1, R()));
     }
   }
 
   // Brings an interval into shared memory: the one place where a step is formed.
   template <bool kPlain>
   __device__ __forceinline__ void commit(const Interval& is) {
-    each_piece(is, [&](const Piece& piece) {
-      R d[Grid::kItems], d_u[Grid::kItems], dy[Grid::kItems], gate[Grid::kItems];
-      raw<kPlain>(delta, args.delta, shared.delta, is, piece, d);
-      if (!kSummarise) raw<kPlain>(u, args.u, shared.u, is, piece, d_u);
-      raw<kPlain>(grad_output, args.grad_output, shared.grad_output, is, piece, dy, args.grad_output.start);
-      if (args.z.start) raw<kPlain>(z, args.z, shared.z, is, piece, gate);
-      Drive<R> drive[Grid::kItems];
+    R d[kItems], d_u[kItems], dy[kItems], other[kItems];
+    raw<kPlain>(input(kDelta), args.delta, shared.delta, is, d);
+    of_items(other, shared.bias);
 #pragma unroll
-      for (int i = 0; i < Grid::kItems; ++i) {
-        const int step = piece.first + Grid::time(i);
-        d[i] = activated(args, d[i] + shared.bias[Grid::place(i)]);
-        d_u[i] = kSummarise ? R(0) : d[i] * d_u[i];
-        if (args.z.start) dy[i] *= silu(gate[i]);
-        if (Tile::kSegmented || !kPlain) {
-          if ((is.marks.masked | is.marks.resets) >> step & 1) d[i] = R(0);
-          if (is.marks.masked >> step & 1) d_u[i] = dy[i] = R(0);
-        }
-        drive[i] = {d[i], d_u[i]};
+    for (int i = 0; i < kItems; ++i) d[i] += other[i];
+    activate(d);
+    if constexpr (kSummarise) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) d_u[i] = R(0);
+    } else {
+      raw<kPlain>(input(kU), args.u, shared.u, is, d_u);
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) d_u[i] *= d[i];
+    }
+    raw<kPlain>(input(kGradOutput), args.grad_output, shared.grad_output, is, dy);
+    if (args.z.start) {
+      raw<kPlain>(input(kZ), args.z, shared.z, is, other);
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) dy[i] *= silu(other[i]);
+    }
+    if ((Tile::kSegmented || !kPlain) && (is.marks.masked | is.marks.resets)) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        if ((is.marks.masked | is.marks.resets) >> my_time(i) & 1) d[i] = R(0);
+        if (is.marks.masked >> my_time(i) & 1) d_u[i] = dy[i] = R(0);
       }
-      write_items(shared.drive, piece.first, drive);
-      write_items(shared.dy, piece.first, dy);
-      auto commit_couple = [&](char* from, const CoupleArray& array, auto* slots, auto* to) {
-        S value[CoupleGrid::kItems];
-        stream(from, array, piece.tile + 1)
-            .template values<kPlain>(slots[piece.number], array.vector, array.wide, piece.couples, value);
+    }
+    Drive<R> drive[kItems];
 #pragma unroll
-        for (int i = 0; i < CoupleGrid::kItems; i += 2) {
-          if (!CoupleGrid::held(i)) continue;
-          if constexpr (Tile::kSegmented || !kPlain) {
-            if (is.marks.masked >> (piece.first + CoupleGrid::time(i)) & 1) value[i] = Scalar<S>::zero();
-            if (is.marks.masked >> (piece.first + CoupleGrid::time(i + 1)) & 1) value[i + 1] = Scalar<S>::zero();
-          }
-          leave_in_all_orders(to, piece.first + CoupleGrid::time(i), CoupleGrid::place(i), value[i], value[i + 1]);
-        }
-      };
-      if constexpr (Tile::kTimeB && !kSummarise) commit_couple(B, args.B, shared.raw_B, shared.B);
-      if constexpr (Tile::kTimeC) commit_couple(C, args.C, shared.raw_C, shared.C);
-    });
+    for (int i = 0; i < kItems; ++i) drive[i] = {d[i], d_u[i]};
+    write_items(shared.drive[0], Tile::kDriveRow, drive);
+    write_items(shared.dy[0], Tile::kRow, dy);
+    auto commit_couple = [&](char* from, const CoupleArray& array, const auto& slots, auto* to) {
+      S value[CoupleGrid::kItems];
+      stream(from, array, is.number + 1)
+          .template values<kPlain>(slots, threadIdx.x, array.vector, array.wide, couples_exist<kPlain>(is), 0, value);
+      if ((Tile::kSegmented || !kPlain) && is.marks.masked) {
+#pragma unroll
+        for (int i = 0; i < CoupleGrid::kItems; ++i)
+          if (is.marks.masked >> CoupleGrid::time(threadIdx.x, i) & 1) value[i] = Scalar<S>::zero();
+      }
+      leave_in_all_orders(to, value);
+    };
+    if constexpr (Tile::kTimeB && !kSummarise) commit_couple(input(kB), args.B, shared.raw_B, shared.B);
+    if constexpr (Tile::kTimeC) commit_couple(input(kC), args.C, shared.raw_C, shared.C);
   }
 
   // --- compute ----------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void read_B(S (&B)[kStates], int step) const {
-    if constexpr (Tile::kTimeB) read_row(B, shared.B[step][group][order]);
+    if constexpr (Tile::kTimeB) read_row(B, &shared.B[order][step * Tile::kSlice + group * kStates]);
 #pragma unroll
     for (int n = 0; n < kStates && !Tile::kTimeB; ++n) B[n] = constant_B[Tile::kTimeB ? 0 : n];
   }
   __device__ __forceinline__ void read_C(S (&C)[kStates], int step) const {
-    if constexpr (Tile::kTimeC) read_row(C, shared.C[step][group][order]);
+    if constexpr (Tile::kTimeC) read_row(C, &shared.C[order][step * Tile::kSlice + group * kStates]);
 #pragma unroll
     for (int n = 0; n < kStates && !Tile::kTimeC; ++n) C[n] = constant_C[Tile::kTimeC ? 0 : n];
   }
@@ -501,6 +529,11 @@ struct Backward {
   template <bool kMarked>
   static constexpr int kAtOnce = kMarked || Tile::kSegmented || sizeof(S) > 4 ? kSteps : 2 * kSteps;
 
+  // Steps that are loaded together and whose sums over lanes are added together, so that a warp waits less.
+  static constexpr int kBatch = 4;
+  static_assert(kBatch == Tile::kGroups, "the sums of C h of a batch are one butterfly");
+  static_assert(kBatch % Tile::kTogether == 0 && kBatch % 2 == 0 && kSteps % kBatch == 0, "whole butterflies");
+
   // The states that enter each of these but the first.
   template <bool kMarked>
   __device__ __forceinline__ void enter_all(const Interval& is, int parts, S (&h)[kStates]) {
@@ -509,15 +542,23 @@ struct Backward {
     for (int part = 0; part < parts; ++part) {
       write_row(shared.entering[part][threadIdx.x], h);
       if (part == parts - 1) break;
-#pragma unroll 4
-      for (int step = part * kSteps; step < (part + 1) * kSteps; ++step) {
-        if (kMarked && cuts >> step & 1) enter(h, is.marks.resets >> step & 1, position(is.number) + step);
-        const Drive<R> drive = shared.drive[step][channel];
-        S B[kStates];
-        read_B(B, step);
 #pragma unroll
-        for (int n = 0; n < kStates; ++n)
-          h[n] = apply(Affine<S>{gate_of(drive.delta, rate[n]), multiply(drive.delta_u, B[n])}, h[n]);
+      for (int i = 0; i < kSteps; i += kBatch) {
+        Drive<R> drives[kBatch];
+        S B[kBatch][kStates];
+#pragma unroll
+        for (int s = 0; s < kBatch; ++s) {
+          drives[s] = shared.drive[part * kSteps + i + s][column];
+          read_B(B[s], part * kSteps + i + s);
+        }
+#pragma unroll
+        for (int s = 0; s < kBatch; ++s) {
+          const int step = part * kSteps + i + s;
+          if (kMarked && cuts >> step & 1) enter(h, is.marks.resets >> step & 1, position(is.number) + step);
+#pragma unroll
+          for (int n = 0; n < kStates; ++n)
+            h[n] = apply(Affine<S>{gate_of(drives[s].delta, rate[n]), multiply(drives[s].delta_u, B[s][n])}, h[n]);
+        }
       }
     }
   }
@@ -533,85 +574,96 @@ struct Backward {
     S gate[kSteps][kStates], before[kSteps][kStates];
     // With registers to spare what a step takes is kept, else read again on the way back.
     constexpr bool kKeeps = kSteps > Tile::kSteps && !kGated;
-    Drive<R> drives[kKeeps ? kSteps : 1];
-    R dys[kKeeps ? kSteps : 1];
-    S folded[Tile::kTogether];
-    R y[4], outputs[kSteps / 4];
+    Drive<R> drives[kKeeps ? kSteps : kBatch];
+    R dys[kKeeps ? kSteps : kBatch];
+    R outputs[kSteps / kBatch];
+    // The next batch is loaded before the sums of this one are stored: the compiler would not move a load before them.
+    S B[kBatch][kStates], C[kBatch][kStates];
+    auto load = [&](int i, bool forward) {
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const int step = first + i;
-      if (kMarked && cuts >> step & 1) enter(h, marks.resets >> step & 1, position(is.number) + step);
-      const Drive<R> drive = drives[kKeeps ? i : 0] = shared.drive[step][channel];
-      const R dy = dys[kKeeps ? i : 0] = shared.dy[step][channel];
-      const bool masked = kMarked && marks.masked >> step & 1;
-      S B[kStates], dC[kStates], seen[kStates];
-      read_B(B, step);
+      for (int s = 0; s < kBatch; ++s) {
+        if (forward || !kKeeps) {
+          drives[kKeeps ? i + s : s] = shared.drive[first + i + s][column];
+          dys[kKeeps ? i + s : s] = shared.dy[first + i + s][column];
+        }
+        read_B(B[s], first + i + s);
+        if (kGated || !forward) read_C(C[s], first + i + s);
+      }
+    };
+    load(0, true);
 #pragma unroll
-      for (int n = 0; n < kStates; ++n) {
-        gate[i][n] = gate_of(drive.delta, rate[n]);
-        before[i][n] = h[n];
-        h[n] = apply(Affine<S>{gate[i][n], multiply(drive.delta_u, B[n])}, h[n]);
-        seen[n] = masked ? Scalar<S>::zero() : h[n];
-        if constexpr (Tile::kTimeC)
-          dC[n] = contract_gradient(seen[n], dy, Scalar<S>::zero());
-        else
-          constant_dC[n] = contract_gradient(seen[n], dy, constant_dC[n]);
-      }
-      if constexpr (Tile::kTimeC) {
-        folded[i % Tile::kTogether] = fold_in_own_order(dC, Tile::kTogether);
-        if ((i + 1) % Tile::kTogether == 0) leave(folded, shared.dC, step + 1 - Tile::kTogether);
-      }
-      if constexpr (kGated) {
-        S C[kStates];
-        read_C(C, step);
-        y[i % 4] = R(0);
+    for (int i = 0; i < kSteps; i += kBatch) {
+      S dC[kBatch][kStates];
+      R y[kBatch];
 #pragma unroll
-        for (int n = 0; n < kStates; ++n) y[i % 4] = contract(C[n], seen[n], y[i % 4]);
-        if (i % 4 == 3) outputs[i / 4] = fold(y, threadIdx.x, Tile::kAbreast);
+      for (int s = 0; s < kBatch; ++s) {
+        const int step = first + i + s;
+        if (kMarked && cuts >> step & 1) enter(h, marks.resets >> step & 1, position(is.number) + step);
+        const Drive<R> drive = drives[kKeeps ? i + s : s];
+        const R dy = dys[kKeeps ? i + s : s];
+        const bool masked = kMarked && marks.masked >> step & 1;
+        y[s] = R(0);
+#pragma unroll
+        for (int n = 0; n < kStates; ++n) {
+          gate[i + s][n] = gate_of(drive.delta, rate[n]);
+          before[i + s][n] = h[n];
+          h[n] = apply(Affine<S>{gate[i + s][n], multiply(drive.delta_u, B[s][n])}, h[n]);
+          const S seen = masked ? Scalar<S>::zero() : h[n];
+          if constexpr (Tile::kTimeC)
+            dC[s][n] = contract_gradient(seen, dy, Scalar<S>::zero());
+          else
+            constant_dC[n] = contract_gradient(seen, dy, constant_dC[n]);
+          if constexpr (kGated) y[s] = contract(C[s][n], seen, y[s]);
+        }
       }
+      load(i + kBatch < kSteps ? i + kBatch : i, i + kBatch < kSteps);
+      if constexpr (Tile::kTimeC) leave(dC, shared.dC, first + i);
+      if constexpr (kGated) outputs[i / kBatch] = fold(y, threadIdx.x, Tile::kAbreast);
     }
 
     S dA_here[kStates];
-    R sums[2];
 #pragma unroll
-    for (int i = kSteps - 1; i >= 0; --i) {
-      const int step = first + i;
-      if (kMarked && Tile::kSegmented && marks.ends >> step & 1) add_last(position(is.number) + step);
-      const Drive<R> drive = kKeeps ? drives[kKeeps ? i : 0] : shared.drive[step][channel];
-      const R dy = kKeeps ? dys[kKeeps ? i : 0] : shared.dy[step][channel];
-      const bool masked = kMarked && marks.masked >> step & 1;
-      const bool blind = kMarked && (marks.masked | marks.resets) >> step & 1;  // to what was before
-      S B[kStates], C[kStates], dB[kStates];
-      read_B(B, step);
-      read_C(C, step);
-      R through_B = R(0), through_A = R(0);
-      if ((i + 1) % Tile::kSteps == 0) {
+    for (int i = kSteps - kBatch; i >= 0; i -= kBatch) {
+      S dB[kBatch][kStates];
+      R through_B[kBatch], through_A[kBatch];
+      if ((i + kBatch) % Tile::kSteps == 0) {
 #pragma unroll
         for (int n = 0; n < kStates; ++n) dA_here[n] = Scalar<S>::zero();
       }
 #pragma unroll
-      for (int n = 0; n < kStates; ++n) {
-        const S g = contract_gradient(C[n], dy, p[n]), felt = masked ? Scalar<S>::zero() : g;
-        if constexpr (Tile::kTimeB)
-          dB[n] = multiply(drive.delta_u, felt);
-        else
-          constant_dB[n] = scaled_sum(drive.delta_u, felt, constant_dB[n]);
-        through_B = inner(B[n], felt, through_B);
-        p[n] = masked ? g : multiply(conjugate(gate[i][n]), g);
-        const S q = blind ? Scalar<S>::zero() : multiply(conjugate(before[i][n]), p[n]);
-        through_A = multiply_rate(rate[n], q, through_A);
-        dA_here[n] = scaled_sum(drive.delta, q, dA_here[n]);
+      for (int s = kBatch - 1; s >= 0; --s) {
+        const int step = first + i + s;
+        if (kMarked && Tile::kSegmented && marks.ends >> step & 1) add_last(position(is.number) + step);
+        const Drive<R> drive = drives[kKeeps ? i + s : s];
+        const R dy = dys[kKeeps ? i + s : s];
+        const bool masked = kMarked && marks.masked >> step & 1;
+        const bool blind = kMarked && (marks.masked | marks.resets) >> step & 1;  // to what was before
+        through_B[s] = through_A[s] = R(0);
+#pragma unroll
+        for (int n = 0; n < kStates; ++n) {
+          const S g = contract_gradient(C[s][n], dy, p[n]), felt = masked ? Scalar<S>::zero() : g;
+          if constexpr (Tile::kTimeB)
+            dB[s][n] = multiply(drive.delta_u, felt);
+          else
+            constant_dB[n] = scaled_sum(drive.delta_u, felt, constant_dB[n]);
+          through_B[s] = inner(B[s][n], felt, through_B[s]);
+          p[n] = masked ? g : multiply(conjugate(gate[i + s][n]), g);
+          const S q = blind ? Scalar<S>::zero() : multiply(conjugate(before[i + s][n]), p[n]);
+          through_A[s] = multiply_rate(rate[n], q, through_A[s]);
+          dA_here[n] = scaled_sum(drive.delta, q, dA_here[n]);
+        }
+        if (kMarked && cuts >> step & 1)
+          cut(marks.resets >> step & 1, marks.starts >> step & 1, position(is.number) + step);
       }
-      if (kMarked && cuts >> step & 1)
-        cut(marks.resets >> step & 1, marks.starts >> step & 1, position(is.number) + step);
-      if constexpr (Tile::kTimeB) {
-        folded[i % Tile::kTogether] = fold_in_own_order(dB, Tile::kTogether);
-        if (i % Tile::kTogether == 0) leave(folded, shared.dB, step);
-      }
-      sums[i % 2] = halve(through_B, through_A, threadIdx.x, Tile::kAbreast);
-      if (i % 2 == 0)
-        shared.sums[step + lane / (2 * Tile::kAbreast)][lane / Tile::kAbreast % 2 * Tile::kSumRow + channel] =
+      if (i > 0) load(i - kBatch, false);
+      if constexpr (Tile::kTimeB) leave(dB, shared.dB, first + i);
+#pragma unroll
+      for (int s = 0; s < kBatch; s += 2) {
+        const R sums[2] = {halve(through_B[s], through_A[s], threadIdx.x, Tile::kAbreast),
+                           halve(through_B[s + 1], through_A[s + 1], threadIdx.x, Tile::kAbreast)};
+        shared.sums[lane / Tile::kAbreast % 2][(first + i + s + lane / (2 * Tile::kAbreast)) * Tile::kRow + column] =
             fold(sums, threadIdx.x, 2 * Tile::kAbreast);
+      }
       if (i % Tile::kSteps == 0) {
 #pragma unroll
         for (int n = 0; n < kStates; ++n) dA[n] = add(dA[n], dA_here[n]);
@@ -620,38 +672,57 @@ struct Backward {
     if constexpr (kGated) {
       __syncwarp();  // no lane of this warp, whose channels these are, needs dy any more
 #pragma unroll
-      for (int i = 0; i < kSteps / 4; ++i) shared.dy[first + 4 * i + lane / Tile::kAbreast][channel] = outputs[i];
+      for (int i = 0; i < kSteps / kBatch; ++i)
+        shared.dy[first + kBatch * i + lane / Tile::kAbreast][column] = outputs[i];
     }
   }
 
-  // The sums over the warp's channels of kTogether steps from `step` on.
-  __device__ __forceinline__ void leave(S (&folded)[Tile::kTogether], S (*to)[kStateInterval][Tile::kSlice], int step) {
-    const S sum = fold(folded, threadIdx.x, 1);
-    to[threadIdx.x / 32][step + lane % Tile::kTogether][turned(group, step) * kStates + order] = sum;
+  // The sums over the warp's channels of kBatch steps from `first` on.
+  __device__ __forceinline__ void leave(S (&values)[kBatch][kStates], S (*to)[kStateInterval][Tile::kSlice],
+                                        int first) {
+#pragma unroll
+    for (int s = 0; s < kBatch; s += Tile::kTogether) {
+      S folded[Tile::kTogether];
+#pragma unroll
+      for (int k = 0; k < Tile::kTogether; ++k) folded[k] = fold_in_own_order(values[s + k], Tile::kTogether);
+      const S sum = fold(folded, threadIdx.x, 1);
+      to[threadIdx.x / 32][first + s + lane % Tile::kTogether][turned(group, first + s) * kStates + order] = sum;
+    }
   }
   // Where a group's sums are in a row of dB or dC: lanes along time would share a bank.
   static __device__ __forceinline__ int turned(int group, int step) {
     return Tile::kTimeFast ? group ^ step / 2 % Tile::kGroups : group;
   }
 
-  // The same steps with nothing left but p, and the gates' product as the sum of delta.
-  __device__ __forceinline__ void summarise(const Interval& is) {
+  // kCount steps from `first` on with nothing left but p, and the gates' product as the sum of delta.
+  template <int kCount>
+  __device__ __forceinline__ void summarise_steps(const Interval& is, int first) {
     const StepMarks marks = is.marks;
-    for (int last = is.steps - 1; last >= 0; last -= kSteps) {
-#pragma unroll 4
-      for (int step = last; step > last - kSteps && step >= 0; --step) {
-        if (Tile::kSegmented && marks.ends >> step & 1) add_last(position(is.number) + step);
-        const R delta = shared.drive[step][channel].delta, dy = shared.dy[step][channel];
-        S C[kStates];
-        read_C(C, step);
-        delta_sum.add(delta);
+    R delta[kCount], dy[kCount];
+    S C[kCount][kStates];
 #pragma unroll
-        for (int n = 0; n < kStates; ++n)
-          p[n] = multiply(conjugate(gate_of(delta, rate[n])), contract_gradient(C[n], dy, p[n]));
-        if (Tile::kSegmented && (marks.resets | marks.starts) >> step & 1) cut(true, false, 0);
-      }
+    for (int s = 0; s < kCount; ++s) {
+      delta[s] = shared.drive[first + s][column].delta;
+      dy[s] = shared.dy[first + s][column];
+      read_C(C[s], first + s);
     }
-    resets |= (marks.resets | marks.starts) != 0;
+#pragma unroll
+    for (int s = kCount - 1; s >= 0; --s) {
+      const int step = first + s;
+      if (Tile::kSegmented && marks.ends >> step & 1) add_last(position(is.number) + step);
+      delta_sum.add(delta[s]);
+#pragma unroll
+      for (int n = 0; n < kStates; ++n)
+        p[n] = multiply(conjugate(gate_of(delta[s], rate[n])), contract_gradient(C[s][n], dy[s], p[n]));
+      if (Tile::kSegmented && (marks.resets | marks.starts) >> step & 1) cut(true, false, 0);
+    }
+  }
+  __device__ __forceinline__ void summarise(const Interval& is) {
+    int left = is.steps;
+    for (; left % kBatch; --left) summarise_steps<1>(is, left - 1);
+#pragma unroll 2
+    for (; left; left -= kBatch) summarise_steps<kBatch>(is, left - kBatch);
+    resets |= (is.marks.resets | is.marks.starts) != 0;
   }
 
   // --- finish -----------------------------------------------------------------------------------------------------
@@ -659,105 +730,140 @@ struct Backward {
   // From the sums in shared memory to the gradients of an interval.
   template <bool kPlain>
   __device__ __forceinline__ void finish(const Interval& is) {
-    if constexpr (Tile::kTimeB) finish_couple(is, shared.dB, args.grad_B, offset(kGradB));
-    if constexpr (Tile::kTimeC) finish_couple(is, shared.dC, args.grad_C, offset(kGradC));
-    each_piece(is, [&](const Piece& piece) {
-      R sums[3][Grid::kItems];
-      read_items<kPlain>(sums[0], shared.sums, piece.first, 0, is.steps);
-      read_items<kPlain>(sums[1], shared.sums, piece.first, Tile::kSumRow, is.steps);
-      if (args.z.start) read_items<kPlain>(sums[2], shared.dy, piece.first, 0, is.steps);
-      if (!kPlain && (args.adds_to_partial_sum | args.leaves_partial_sum)) {
-        pass_partial_sums(piece, sums);
-        if (args.leaves_partial_sum) return;
-      }
-      finish_piece<kPlain>(is, piece, sums);
-    });
+    if constexpr (Tile::kTimeB) finish_couple(is, shared.dB, args.grad_B, shared.couples[batch % 2][0]);
+    if constexpr (Tile::kTimeC) finish_couple(is, shared.dC, args.grad_C, shared.couples[batch % 2][1]);
+    R sums[3][kItems];
+    read_items<kPlain>(sums[0], shared.sums[0], Tile::kRow, is.steps);
+    read_items<kPlain>(sums[1], shared.sums[1], Tile::kRow, is.steps);
+    if (args.z.start) read_items<kPlain>(sums[2], shared.dy[0], Tile::kRow, is.steps);
+    if (args.adds_to_partial_sum | args.leaves_partial_sum) {
+      pass_partial_sums<kPlain>(is, sums);
+      if (args.leaves_partial_sum) return;
+    }
+    finish_items<kPlain>(is, sums);
   }
 
   // Adds the sums over the states of earlier slices, and leaves them for the next.
-  __device__ __forceinline__ void pass_partial_sums(const Piece& piece, R (&sums)[3][Grid::kItems]) const {
-    const auto partial = stream(first(args.partial_sum), args.partial_sum, piece.tile);
+  template <bool kPlain>
+  __device__ __forceinline__ void pass_partial_sums(const Interval& is, R (&sums)[3][kItems]) const {
+    const auto partial = stream(first(args.partial_sum), args.partial_sum, is.number);
 #pragma unroll
     for (int k = 0; k < 3; ++k) {
       if (k == 2 && !args.z.start) break;
-      char* const plane = partial.at + k * args.partial_plane;
-      if (args.adds_to_partial_sum) {
-        R earlier[Grid::kItems];
-        load_pairs<R>(plane, partial.hop, partial.next, piece.exists, false, earlier);
+      R* const plane = reinterpret_cast<R*>(partial.at + k * args.partial_plane);
+      const long long next = partial.next / (long long)sizeof(R);
+      if constexpr (kPlain && !Tile::kTimeFast) {
+        if (args.adds_to_partial_sum) {
+          R earlier[kItems];
+          read_row(earlier, plane);
 #pragma unroll
-        for (int i = 0; i < Grid::kItems; ++i) sums[k][i] += earlier[i];
-      }
-      if (args.leaves_partial_sum) {
+          for (int i = 0; i < kItems; ++i) sums[k][i] += earlier[i];
+        }
+        if (args.leaves_partial_sum) write_row(plane, sums[k]);
+      } else {
 #pragma unroll
-        for (int i = 0; i < Grid::kItems; ++i)
-          if (piece.exists >> i & 1)
-            *reinterpret_cast<R*>(plane + i / 2 * partial.hop + i % 2 * partial.next) = sums[k][i];
+        for (int i = 0; i < kItems; ++i) {
+          if (!(exist<kPlain>(is) >> i & 1)) continue;
+          if (args.adds_to_partial_sum) sums[k][i] += plane[i * next];
+          if (args.leaves_partial_sum) plane[i * next] = sums[k][i];
+        }
       }
     }
   }
 
   template <bool kPlain>
-  __device__ __forceinline__ void finish_piece(const Interval& is, const Piece& piece, R (&sums)[3][Grid::kItems]) {
-    R v[Grid::kItems], x[Grid::kItems], dy[Grid::kItems], gate[Grid::kItems];
-    raw<kPlain>(u, args.u, shared.u, is, piece, v);
-    raw<kPlain>(delta, args.delta, shared.delta, is, piece, x);
-    raw<kPlain>(grad_output, args.grad_output, shared.grad_output, is, piece, dy, args.grad_output.start);
-    if (args.z.start) raw<kPlain>(z, args.z, shared.z, is, piece, gate);
-    // The deltas; where a step was changed, again.
-    R formed[Grid::kItems];
-    Drive<R> drive[Grid::kItems];
-    read_items<true>(drive, shared.drive, piece.first, 0, kStateInterval);
+  __device__ __forceinline__ void finish_items(const Interval& is, R (&sums)[3][kItems]) {
+    const unsigned unseen = Tile::kSegmented || !kPlain ? is.marks.masked : 0, cut = unseen | is.marks.resets;
+    const unsigned there = exist<kPlain>(is);
+    auto counts = [&](int i) { return (kPlain || there >> i & 1) && !(unseen >> my_time(i) & 1); };
+    auto store = [&](const SequenceArray& array, int of, R(&values)[kItems], int code) {
 #pragma unroll
-    for (int i = 0; i < Grid::kItems; ++i) {
-      x[i] += shared.bias[Grid::place(i)];
-      formed[i] = drive[i].delta;
-    }
-    if ((Tile::kSegmented || !kPlain) && (is.marks.masked | is.marks.resets)) {
+      for (int i = 0; i < kItems; ++i)
+        if (!counts(i)) values[i] = R(0);
+      const auto out = stream(gradient(of), array, is.number);
+      if (kPlain || (array.vector && there == Grid::kWhole)) {
+        out.store(values);
+      } else {
 #pragma unroll
-      for (int i = 0; i < Grid::kItems; ++i) formed[i] = activated(args, x[i]);
-    }
-    R du[Grid::kItems], dx[Grid::kItems], dz[Grid::kItems];
-    R dD_here[Tile::kColumns], dbias_here[Tile::kColumns];
+        for (int i = 0; i < kItems; ++i)
+          if (there >> i & 1) store_as(out.at + i * out.next, code, values[i]);
+      }
+    };
+    // Adds to this thread's sums of its channels over time what `plus` adds of item i.
+    auto add_up = [&](R(&totals)[Tile::kOwned], auto plus) {
+      R sum[Tile::kOwned];
+      read_row(sum, totals);
+      if constexpr (Tile::kTimeFast) {
+        R here = R(0);
 #pragma unroll
-    for (int c = 0; c < Tile::kColumns; ++c) dD_here[c] = dbias_here[c] = R(0);
+        for (int i = 0; i < kItems; ++i) here = plus(i, here);
+        sum[0] += here;
+      } else {
 #pragma unroll
-    for (int i = 0; i < Grid::kItems; ++i) {
-      const int step = piece.first + Grid::time(i), place = Grid::place(i);
-      const bool counts =
-          (kPlain || (piece.exists >> i & 1)) && !((Tile::kSegmented || !kPlain) && is.marks.masked >> step & 1);
-      if (args.z.start) {
-        dz[i] = dy[i] * silu_slope(gate[i]) * multiply_add(shared.D[place], v[i], sums[2][i]);
+        for (int i = 0; i < kItems; ++i) sum[i] = plus(i, sum[i]);
+      }
+      write_row(totals, sum);
+    };
+
+    R v[kItems], dy[kItems], D[kItems];
+    raw<kPlain>(input(kU), args.u, shared.u, is, v);
+    raw<kPlain>(input(kGradOutput), args.grad_output, shared.grad_output, is, dy);
+    of_items(D, shared.D);
+    if (args.z.start) {
+      R gate[kItems], dz[kItems];
+      raw<kPlain>(input(kZ), args.z, shared.z, is, gate);
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        dz[i] = dy[i] * silu_slope(gate[i]) * multiply_add(D[i], v[i], sums[2][i]);
         dy[i] *= silu(gate[i]);
       }
-      du[i] = multiply_add(sums[0][i], formed[i], dy[i] * shared.D[place]);
-      dx[i] = multiply_add(sums[0][i], v[i], sums[1][i] * rate_unit(S()));
-      if (args.softplus) dx[i] *= sigmoid(x[i]);
-      if (args.limited) {
+      store(args.grad_z, kGradZ, dz, args.grad_z_code);
+    }
+
+    R x[kItems], du[kItems];
+    raw<kPlain>(input(kDelta), args.delta, shared.delta, is, x);
+    of_items(du, shared.bias);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) x[i] += du[i];
+    // The deltas; where a step was changed, again.
+    if ((Tile::kSegmented || !kPlain) && cut) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) du[i] = x[i];
+      activate(du);
+    } else {
+      Drive<R> drive[kItems];
+      read_items<true>(drive, shared.drive[0], Tile::kDriveRow, kStateInterval);
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) du[i] = drive[i].delta;
+    }
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) du[i] = multiply_add(sums[0][i], du[i], dy[i] * D[i]);
+    store(args.grad_u, kGradU, du, args.grad_u_code);
+    add_up(shared.totals[0][threadIdx.x],
+           [&](int i, R sum) { return counts(i) ? multiply_add(dy[i], v[i], sum) : sum; });
+
+    R dx[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) dx[i] = multiply_add(sums[0][i], v[i], sums[1][i] * rate_unit(S()));
+    if (args.softplus) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) dx[i] *= sigmoid(x[i]);
+    }
+    if (args.limited) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
         const R unclipped = args.softplus ? softplus(x[i]) : x[i];
         if (!(unclipped >= limit(args, 0, R()) && unclipped <= limit(args, 1, R()))) dx[i] = R(0);
       }
-      if (!counts) du[i] = dx[i] = dz[i] = R(0);
-      const int column = Tile::kTimeFast ? i / 2 : i % 2;
-      dD_here[column] = multiply_add(counts ? dy[i] : R(0), counts ? v[i] : R(0), dD_here[column]);
-      dbias_here[column] += dx[i];
     }
-#pragma unroll
-    for (int c = 0; c < Tile::kColumns; ++c) {
-      total(0, c) += dD_here[c];
-      total(1, c) += dbias_here[c];
-    }
-    auto store = [&](int of, const SequenceArray& array, R(&values)[Grid::kItems], int code) {
-      const auto out = stream(array.start + offset(of), array, piece.tile);
-      store_pairs<Item>(out.at, out.hop, out.next, values, kPlain ? ~0u : piece.exists, code, kPlain || array.vector);
-    };
-    store(kGradU, args.grad_u, du, args.grad_u_code);
-    store(kGradDelta, args.grad_delta, dx, args.grad_delta_code);
-    if (args.z.start) store(kGradZ, args.grad_z, dz, args.grad_z_code);
+    store(args.grad_delta, kGradDelta, dx, args.grad_delta_code);
+    add_up(shared.totals[1][threadIdx.x], [&](int i, R sum) { return sum + dx[i]; });
   }
 
   // This thread's rows of kStates neighbours in an interval's dB and dC.
   static constexpr int kRows = kStateInterval * Tile::kGroups / Tile::kThreads, kRowHop = kStateInterval / kRows;
-  static_assert(!Tile::kTimeFast || kRows == 1, "rows of a thread are of one group");
+  static_assert(!Tile::kTimeFast || (kRows == 1 && Tile::kTogether == 2),
+                "rows of a thread, and steps of a butterfly, are of one turn");
   static __device__ __forceinline__ int row_time() {
     return Tile::kTimeFast ? threadIdx.x % kStateInterval : threadIdx.x / Tile::kGroups;
   }
@@ -765,13 +871,15 @@ struct Backward {
     return Tile::kTimeFast ? threadIdx.x / kStateInterval : threadIdx.x % Tile::kGroups;
   }
   __device__ __forceinline__ char* first(const CoupleSums& to) const {
-    return to.start + at.tile * to.tile + batch * to.batch + at.group * to.group + (at.begin + row_time()) * to.time +
-           (args.first_state + row_group() * kStates) * to.state;
+    return to.start + at.tile * to.tile + batch * to.batch + at.group * to.group + at.begin * to.time +
+           args.first_state * to.state;
   }
 
   // Adds the sums of the warps, in their order.
   __device__ __forceinline__ void finish_couple(const Interval& is, const S (*sums)[kStateInterval][Tile::kSlice],
-                                                const CoupleSums& to, long long offset) {
+                                                const CoupleSums& to, char* first) {
+    first += row_time() * to.time + row_group() * (kStates * to.state);
+
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int time = row_time() + i * kRowHop, left = at.states - row_group() * kStates;
@@ -789,7 +897,7 @@ struct Backward {
 #pragma unroll
         for (int n = 0; n < kStates; ++n) sum[n] = Scalar<S>::zero();
       }
-      char* const out = after(to.start + offset, is.number * kStateInterval + i * kRowHop, to.time);
+      char* const out = after(first, is.number * kStateInterval + i * kRowHop, to.time);
       if (to.state == sizeof(S) && left >= kStates && (unsigned long long)out % sizeof(Row<S, kStates>) == 0) {
         write_row(reinterpret_cast<S*>(out), sum);
       } else {
@@ -811,25 +919,32 @@ struct Backward {
     saved -= args.channels * args.state;
   }
 
-  // Element (batch, chunk, my state, my channel) of seeds and summaries.
-  __device__ __forceinline__ long long place(long long chunk, int n) const {
-    return ((batch * args.chunks + chunk) * args.state + my_state(n)) * args.channels + my_channel();
+  // Of the summary that begins where the chunk does, its number from the right.
+  __device__ __forceinline__ long long from_right(long long chunk) const {
+    return args.left_out + args.summaries - 1 - chunk * args.in_chunk;
+  }
+  // Element (batch, summary from the right, my state, my channel) of seeds and summaries.
+  __device__ __forceinline__ long long place(long long summary, int n) const {
+    return ((batch * args.summaries + summary) * args.state + my_state(n)) * args.channels + my_channel();
   }
 
   __device__ __forceinline__ void walk() {
     const int intervals = (int)((at.end - at.begin + kStateInterval - 1) / kStateInterval);
-    const long long from_right = args.chunks - 1 - at.chunk;  // this chunk's number from the right
-    u = first(args.u);
-    delta = first(args.delta);
-    z = first(args.z);
-    grad_output = first(args.grad_output);
-    offset(kGradU) = first(args.grad_u) - args.grad_u.start;
-    offset(kGradDelta) = first(args.grad_delta) - args.grad_delta.start;
-    offset(kGradZ) = first(args.grad_z) - args.grad_z.start;
-    if constexpr (Tile::kTimeB) B = first(args.B);
-    if constexpr (Tile::kTimeC) C = first(args.C);
-    if constexpr (Tile::kTimeB) offset(kGradB) = first(args.grad_B) - args.grad_B.start;
-    if constexpr (Tile::kTimeC) offset(kGradC) = first(args.grad_C) - args.grad_C.start;
+    input(kU) = first(args.u);
+    input(kDelta) = first(args.delta);
+    input(kZ) = first(args.z);
+    input(kGradOutput) = first(args.grad_output);
+    if constexpr (Tile::kTimeB) input(kB) = first(args.B);
+    if constexpr (Tile::kTimeC) input(kC) = first(args.C);
+    if constexpr (!kSummarise) {
+      gradient(kGradU) = first(args.grad_u);
+      gradient(kGradDelta) = first(args.grad_delta);
+      gradient(kGradZ) = first(args.grad_z);
+      if (threadIdx.x == 0) {
+        if constexpr (Tile::kTimeB) shared.couples[batch % 2][0] = first(args.grad_B);
+        if constexpr (Tile::kTimeC) shared.couples[batch % 2][1] = first(args.grad_C);
+      }
+    }
     const long long all = (args.length + kStateInterval - 1) / kStateInterval;  // intervals of the row
     saved = reinterpret_cast<const S*>(args.states) +
             ((batch * all + at.begin / kStateInterval + intervals - 1) * args.channels + my_channel()) * args.state +
@@ -838,8 +953,8 @@ struct Backward {
     for (int n = 0; n < kStates; ++n) p[n] = Scalar<S>::zero();
     each_state([&](int n) {
       if (kSummarise) return;
-      if (from_right > 0)
-        p[n] = reinterpret_cast<const S*>(args.seed)[place(from_right - 1, n)];
+      if (at.end < args.length)
+        p[n] = reinterpret_cast<const S*>(args.seed)[place(from_right(at.chunk + 1), n)];
       else if (args.grad_last)
         p[n] = load_item<S>(args.grad_last + batch * args.last_batch + my_channel() * args.last_channel +
                             my_state(n) * args.last_state);
@@ -856,7 +971,7 @@ struct Backward {
     };
     constexpr bool kAhead = kSummarise || Tile::kSets == 2;
     start(intervals - 1);
-    if (!kSummarise) start_saved();
+    if constexpr (!kSummarise) start_saved();
     for (int number = intervals - 1; number >= 0; --number) {
       const Interval is = describe(number);
       wait_for_copies();
@@ -901,11 +1016,11 @@ struct Backward {
 
     each_state([&](int n) {
       if (kSummarise) {
-        const long long i = place(from_right, n);
+        const long long i = place(from_right(at.chunk), n);
         reinterpret_cast<S*>(args.summary_gate)[i] = conjugate(gate_of(delta_sum.value(), rate[n]));
         reinterpret_cast<S*>(args.summary_input)[i] = p[n];
         if (Tile::kSegmented && args.marks && my_channel() == 0 && my_state(n) == 0)
-          args.summary_resets[batch * args.chunks + from_right] = resets;
+          args.summary_resets[batch * args.summaries + from_right(at.chunk)] = resets;
       } else if (args.grad_initial && at.chunk == 0) {
         reinterpret_cast<S*>(args.grad_initial)[(batch * args.channels + my_channel()) * args.state + my_state(n)] =
             p[n];
@@ -917,7 +1032,6 @@ struct Backward {
 #pragma unroll
     for (int n = 0; n < kStates; ++n) {
       rate[n] = dA[n] = Scalar<S>::zero();
-      if (!have(n)) shared.saved[n][threadIdx.x] = Scalar<S>::zero();
       if constexpr (!Tile::kTimeB) constant_B[n] = constant_dB[n] = Scalar<S>::zero();
       if constexpr (!Tile::kTimeC) constant_C[n] = constant_dC[n] = Scalar<S>::zero();
     }
@@ -930,14 +1044,20 @@ struct Backward {
       if constexpr (!Tile::kTimeC)
         load_as(constant_C[n], args.C.start + my_channel() * args.C.channel + my_state(n) * args.C.state, args.C.code);
     });
+    if constexpr (!kSummarise) {
 #pragma unroll
-    for (int c = 0; c < Tile::kColumns; ++c) total(0, c) = total(1, c) = R(0);
+      for (int n = 0; n < kStates; ++n)
+        if (!have(n)) shared.saved[n][threadIdx.x] = Scalar<S>::zero();
+#pragma unroll
+      for (int c = 0; c < Tile::kOwned; ++c) shared.totals[0][threadIdx.x][c] = shared.totals[1][threadIdx.x][c] = R(0);
+    }
     for (int c = threadIdx.x; c < Tile::kChannels; c += Tile::kThreads) {
       const long long d = at.first_channel + c;
       const bool there = c < at.channels;
       shared.bias[c] =
           there && args.delta_bias ? load_real<R>(args.delta_bias + d * args.bias_channel, args.bias_code) : R(0);
-      shared.D[c] = there && args.D ? load_real<R>(args.D + d * args.D_channel, args.D_code) : R(0);
+      if constexpr (!kSummarise)
+        shared.D[c] = there && args.D ? load_real<R>(args.D + d * args.D_channel, args.D_code) : R(0);
     }
     __syncthreads();
     const long long last = (long long)at.part * args.part + args.part;
@@ -955,25 +1075,15 @@ struct Backward {
       if constexpr (!Tile::kTimeC) reinterpret_cast<S*>(args.grad_C.start)[i] = constant_dC[n];
     });
     if (args.leaves_partial_sum) return;
-    // Each thread has sums of kColumns channels: entry (thread, column) of a table where the sums over states were.
-    R* const table = shared.sums[0];
-    static_assert(sizeof(shared.sums) >= 2 * sizeof(R) * Tile::kThreads * Tile::kColumns, "the table fits");
-    __syncthreads();
-#pragma unroll
-    for (int c = 0; c < Tile::kColumns; ++c) {
-      table[threadIdx.x * Tile::kColumns + c] = total(0, c);
-      table[(Tile::kThreads + threadIdx.x) * Tile::kColumns + c] = total(1, c);
-    }
     __syncthreads();
     for (int c = threadIdx.x; c < at.channels; c += Tile::kThreads) {
-      constexpr int kShare = Grid::kPerRow;
       R sum[2] = {R(0), R(0)};
-      for (int k = 0; k < Tile::kThreads * Tile::kColumns / Tile::kChannels; ++k) {
-        // The k-th thread with items of channel c, and the column that they are in.
-        const int thread = Tile::kTimeFast ? c % Grid::kHop * kShare + k : c / 2 + k * kShare;
-        const int column = Tile::kTimeFast ? c / Grid::kHop : c % 2;
-        sum[0] += table[thread * Tile::kColumns + column];
-        sum[1] += table[(Tile::kThreads + thread) * Tile::kColumns + column];
+      for (int k = 0; k < Tile::kThreads * Tile::kOwned / Tile::kChannels; ++k) {
+        // The k-th thread with items of channel c.
+        const int thread = Tile::kTimeFast ? c * Grid::kRuns + k : c / kItems + k * Grid::kRuns;
+        const int place = Tile::kTimeFast ? 0 : c % kItems;
+        sum[0] += shared.totals[0][thread][place];
+        sum[1] += shared.totals[1][thread][place];
       }
       const long long i = row * args.channels + at.first_channel + c;
       if (args.part_D) reinterpret_cast<R*>(args.part_D)[i] = sum[0];
@@ -984,11 +1094,14 @@ struct Backward {
 
 template <class Tile, bool kSummarise>
 __device__ __forceinline__ void selective_scan_backward(const SelectiveBackwardArgs& args, unsigned char* memory) {
-  typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(memory);
-  const long long tiles = (args.channels / args.groups + Tile::kChannels - 1) / Tile::kChannels;
-  const long long items = args.parts * args.groups * tiles * args.chunks;
-  for (long long item = blockIdx.x; item < items; item += gridDim.x) {
+  auto& shared = *reinterpret_cast<Memory<Tile, kSummarise>*>(memory);
+  long long item = blockIdx.x;
+  for (;;) {
     __syncthreads();
-    Backward<Tile, kSummarise>(args, shared, locate_backward<Tile>(args, item)).run();
+    if (threadIdx.x == 0) shared.at = locate_backward<Tile, kSummarise>(args, item);
+    __syncthreads();
+    if (!shared.at.exists) return;
+    Backward<Tile, kSummarise>(args, shared, shared.at).run();
+    item = shared.at.number + gridDim.x;
   }
 }

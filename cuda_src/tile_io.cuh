@@ -1,11 +1,11 @@
 // Moving tiles between global memory and where they are worked on.
 //
-// Three forms, all split into a start (the copies are issued, nothing waits) and an end (the values are used):
+// Two forms, both split into a start (the copies are issued, nothing waits) and an end (the values are used):
 //   packs   16 bytes of consecutive steps, straight into registers (linear_scan)
-//   pairs   two neighbours of a tile (the gradients of selective_scan), and
-//   runs    some neighbours of a tile (selective_scan), by asynchronous copies into slots of shared memory that belong
-//           to the thread. Registers would not do: the copies are under way across branches, and at a branch the chip
-//           waits for loads into registers. What is not aligned is loaded item by item where it is used.
+//   runs    some neighbours of a tile (selective_scan and its gradients), by asynchronous copies into slots of shared
+//           memory that belong to the thread. Registers would not do: the copies are under way across branches, and at
+//           a branch the chip waits for loads into registers. What is not aligned is loaded item by item where it is
+//           used.
 #pragma once
 #include "item_types.cuh"
 
@@ -17,13 +17,7 @@ struct alignas(16) Pack {
   T item[kItems];
 };
 
-// --- pairs ---------------------------------------------------------------------------------------------------
-
-// Two neighbours in memory, aligned as one: what one access brings.
-template <class Item>
-struct alignas(2 * sizeof(Item)) Vector {
-  Item lower, upper;
-};
+// --- runs ----------------------------------------------------------------------------------------------------
 
 // Copies 4, 8 or 16 bytes into shared memory without waiting; wait_for_copies waits for all that this thread has
 // started. Older chips and the CPU copy at once.
@@ -44,69 +38,6 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
-
-template <class R, int N>
-__device__ __forceinline__ void swap_pairs(R (&values)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i += 2) {
-    const R first = values[i];
-    values[i] = values[i + 1];
-    values[i + 1] = first;
-  }
-}
-
-// Both items of a vector, widened; two 16-bit items as one word.
-template <class Item, class R>
-__device__ __forceinline__ void read_vector(const Vector<Item>* from, R& lower, R& upper) {
-  if constexpr (sizeof(Item) == 2) {
-    const unsigned word = *reinterpret_cast<const unsigned*>(from);
-    lower = widen(Item{(unsigned short)word});
-    upper = widen(Item{(unsigned short)(word >> 16)});
-  } else {
-    const Vector<Item> both = *from;
-    lower = both.lower;
-    upper = both.upper;
-  }
-}
-
-// Loads and waits for N / 2 pairs that are not vectors, `hop` bytes apart, the second item of each `next` bytes from
-// the first. Bit i of `exists`: does item i? The others become 0. `wide`: float32 items where Item has 16 bits.
-template <class Item, class R, int N>
-__device__ __forceinline__ void load_pairs(const char* at, long long hop, long long next, unsigned exists, bool wide,
-                                           R (&values)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const char* address = at + i / 2 * hop + i % 2 * next;
-    values[i] = Scalar<R>::zero();
-    if (!(exists >> i & 1)) continue;
-    if constexpr (sizeof(Item) == 2)
-      values[i] = wide ? load_item<float>(address) : widen(load_item<Item>(address));
-    else
-      values[i] = load_item<Item>(address);
-  }
-}
-
-// Rounds and stores N / 2 pairs; with `vector`, of type Item and `at` the lower item of the first.
-template <class Item, class R, int N>
-__device__ __forceinline__ void store_pairs(char* at, long long hop, long long next, R (&values)[N], unsigned exists,
-                                            int code, bool vector) {
-  if (vector) {
-    if (next < 0) swap_pairs(values);
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-      Vector<Item> both;
-      narrow(values[2 * i], both.lower);
-      narrow(values[2 * i + 1], both.upper);
-      if (exists >> 2 * i & 1) *reinterpret_cast<Vector<Item>*>(at + i * hop) = both;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (exists >> i & 1) store_as(at + i / 2 * hop + i % 2 * next, code, values[i]);
-  }
-}
-
-// --- runs ----------------------------------------------------------------------------------------------------
 
 template <class R, int N>
 __device__ __forceinline__ void reverse(R (&values)[N]) {

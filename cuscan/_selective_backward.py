@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ._arrays import ITEM_CODE, Array, Place, item_name
+from . import _shards
+from ._arrays import ITEM_CODE, Array, Place, copy_of, item_name
 from ._calls import chosen
 from ._launch import (
     _MARK_BYTES,
@@ -82,7 +83,7 @@ def backward(place: Place, plan: BackwardPlan, call: BackwardCall, time_step: in
     slices = -(-state // tile.slice)
 
     def sequence(x: Array | None, item: str = item) -> tuple[int, ...]:
-        return _NO_SEQUENCE if x is None else sequence_fields(place, x, item, time_step, kind, call.groups, 2)
+        return _NO_SEQUENCE if x is None else sequence_fields(place, x, item, time_step, kind, call.groups, tile.run)
 
     def pointer(x: Array | None) -> int:
         return 0 if x is None else place.pointer(x)
@@ -100,10 +101,15 @@ def backward(place: Place, plan: BackwardPlan, call: BackwardCall, time_step: in
         (*sequence(None if partial is None else partial[0], real.name)[:5], 0),
     ]
     couples = [
-        couple_fields(place, x, varies, time_step, kind, 2)
+        couple_fields(place, x, varies, time_step, kind, tile.couple_run)
         for x, varies in ((call.B, kind.time_B), (call.C, kind.time_C))
     ]
     rows = plan.parts * plan.chunks
+    in_chunk = plan.order.chunk // plan.order.summary
+    shard = _shards.linked()
+    summarised = plan.chunks > 1 or shard is not None
+    left_out = in_chunk if shard is None else 0  # the first chunk's are not asked for
+    summaries = -(-length // plan.order.summary) - left_out
     sums: list[tuple[Array, Array]] = []  # what is added to what
 
     def parts(name: str, *shape: int) -> Array | None:
@@ -124,14 +130,28 @@ def backward(place: Place, plan: BackwardPlan, call: BackwardCall, time_step: in
         sums.append((initial, gradients["h0"]))
     if packed and initial is not None:  # what an empty sequence has
         place.assign(initial, 0 if call.grad_last is None else call.grad_last)
+    # What other ranks have: the gradient that comes from the step after the shard, and whether a state enters it.
+    carry, entered, grad_last = None, False, call.grad_last
+    if shard is not None:
+        entered = len(shard.before(reverse=time_step < 0)) > 0
+        if shard.before(reverse=time_step > 0):
+            carry = place.allocate((batch, channels, state), state_dtype)
+            grad_last = copy_of(place, grad_last) if packed and grad_last is not None else None
+    last = grad_last if carry is None and not packed else carry
+    row_initial = None if packed else initial
+    if row_initial is not None and entered:
+        place.assign(row_initial, 0)
+        row_initial = None
+    starts_from_zero = call.initial is None and not entered
     marks, resets = None, None
     if call.segments is not None:
-        marks = make_marks(place, call.segments, length, (batch,), enters=call.initial is not None, backward=True)
-        if plan.chunks > 1:
-            resets = place.allocate((batch, plan.chunks), np.bool_)
+        enters = call.initial is not None if packed else not starts_from_zero
+        marks = make_marks(place, call.segments, length, (batch,), enters=enters, backward=True)
+        if summarised:
+            resets = place.allocate((batch, summaries), np.bool_)
     gate = seed = 0
-    if plan.chunks > 1:
-        kept = [place.allocate((batch, plan.chunks, state, channels), state_dtype) for _ in range(2)]
+    if summarised:
+        kept = [place.allocate((batch, summaries, state, channels), state_dtype) for _ in range(2)]
         gate, seed = (place.pointer(x) for x in kept)
 
     head = struct.pack(
@@ -139,45 +159,47 @@ def backward(place: Place, plan: BackwardPlan, call: BackwardCall, time_step: in
         *(field for fields in (*sequences, *couples) for field in fields),
         *(field for x in of_couples for field in _couple_sums(place, x, call, time_step)),
         *(pointer(x) for x in (call.A, call.D, call.delta_bias, call.states)),
-        *((0, 0) if packed else (pointer(call.grad_last), pointer(initial))),
+        *(pointer(x) for x in (last, row_initial)),
         *(pointer(x) for x in of_parts),
         *(seed, gate, seed),
         *call.A.strides,
         *(0 if x is None else x.strides[0] for x in (call.D, call.delta_bias)),
-        *((0, 0, 0) if call.grad_last is None else call.grad_last.strides),
+        *next((x.strides for x in (grad_last, carry) if x is not None), (0, 0, 0)),
         *(0 if partial is None else partial.strides[0], batch, length, channels, state, call.groups),
     )
     limits = call.limits or (0.0, 0.0)
     with np.errstate(over="ignore"):
         single = [np.float32(x) for x in limits]
-    plain = (
-        all(fields[-1] for fields in sequences[:7] if fields[0])
-        and all(fields[7] for fields, varies in zip(couples, (kind.time_B, kind.time_C), strict=True) if varies)
-        and slices == 1
+    plain = all(fields[-1] for fields in sequences[:7] if fields[0]) and all(
+        fields[7] for fields, varies in zip(couples, (kind.time_B, kind.time_C), strict=True) if varies
     )
     segmented: tuple[int, ...] = (0,) * 10
     if marks is not None:
-        own = (call.initial, call.grad_last, initial) if packed else (None, None, None)
+        own = (call.initial, grad_last, initial) if packed else (None, None, None)
         strides = call.initial.strides if packed and call.initial is not None else (0, 0, 0)
         where = marks.rows.start, marks.rows.rows[0] // _MARK_BYTES, marks.ids
         segmented = (*where, *(pointer(x) for x in own), *strides, pointer(resets))
 
     def launch(s: int, *, summarise: bool) -> None:
+        time = (plan.order.chunk, plan.chunks, left_out, summaries, in_chunk)
+        if summarise:
+            time = (plan.order.summary, summaries, left_out, summaries, 1)
         coded = (call.A, call.D, call.delta_bias, *of_u)
         fields = struct.pack(
-            BACKWARD_TAIL, s * tile.slice, plan.order.chunk, plan.chunks, plan.order.part, plan.parts,
+            BACKWARD_TAIL, s * tile.slice, *time, plan.order.part, plan.parts,
             *limits, *single, *(0 if x is None else ITEM_CODE[item_name(x)] for x in coded), s > 0, s < slices - 1,
-            call.softplus, call.limits is not None, call.initial is None, plain, *segmented,
+            call.softplus, call.limits is not None, starts_from_zero, plain, *segmented,
         )  # fmt: skip
-        blocks = plan.parts * call.groups * tiles * plan.chunks
-        name = backward_name(kind, tile, summarise)
-        _start(place, backward_source(kind), name, blocks, tile.threads, head + fields, tile.shared_memory(kind))
+        name, source = backward_name(kind, tile, summarise), backward_source(kind)
+        blocks = plan.parts * call.groups * tiles * time[1]
+        _start(place, source, name, blocks, tile.threads, head + fields, source.dynamic_shared[name])
 
-    if plan.chunks > 1:
+    if summarised:
         for s in range(slices):
             launch(s, summarise=True)
-        last = None if packed else call.grad_last
-        scan_summaries(place, last, batch, plan.chunks, state, channels, state_dtype, gate, seed, resets)
+        first = None if packed or carry is not None else last
+        linked = None if shard is None else (shard, time_step > 0, carry)
+        scan_summaries(place, first, batch, summaries, state, channels, state_dtype, gate, seed, resets, linked)
     for s in range(slices):
         launch(s, summarise=False)
     add_partials(place, sums, kind.real)

@@ -31,7 +31,7 @@ EVERYTHING = {name: x for fields in OPTIONS.values() for name, x in fields.items
 EXACT = {"values": "exact", "D": LAID, "delta_bias": LAID, "h0": LAID, "limit": (0.0, 1.0)}
 MARKED = {"mask": LAID, "reset": LAID}
 PACKED = {"cu_seqlens": LAID, "lengths": (9, 0, 23, 1, 32, 18), "head": 3}  # 86 steps and what is around them
-CHUNKS = (Plan(), Plan(chunk=32), Plan(chunk=64, parts=1))
+CHUNKS = (Plan(), Plan(chunk=32), Plan(chunk=64, parts=1, pieces=2))
 DIRECTIONS = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 
 # Fields that make a kind of kernel run, by the name of its module.
@@ -195,8 +195,8 @@ def test_groups(executor, kind, groups, channels):
 @ALL
 def test_whole_tiles(executor, kind):
     # Intervals of which all channels, states and steps are there are worked on by code of their own.
-    for number, fields in enumerate(({}, {"z": LAID, "D": LAID, "softplus": True})):
-        check(executor, problem(1, 96, 64, 16, seed=number, plans=CHUNKS[:2], **fields, **kind))
+    for number, (state, fields) in enumerate(((16, {}), (32, {"z": LAID, "D": LAID, "softplus": True}))):
+        check(executor, problem(1, 96, 64, state, seed=number, plans=CHUNKS[:2], **fields, **kind))
 
 
 @SOME
@@ -571,6 +571,9 @@ def test_plans(multiprocessors):
     with forced(chunk=33, parts=2):
         plan = plan_backward(SelectiveSizes(kind, 3, 100, 32, 16, 1), limits)
     assert (plan.order.chunk, plan.chunks, plan.order.part, plan.parts) == (64, 2, 2, 2)
+    with forced(chunk=100, pieces=3):
+        order = plan_backward(SelectiveSizes(kind, 1, 1000, 32, 16, 1), limits).order
+    assert (order.chunk, order.summary) == (128, 64)
 
 
 def test_every_kind_fits_a_chip_or_says_that_it_does_not():
@@ -592,9 +595,9 @@ def test_memory_is_gradients_and_the_scratch_of_the_plan(host_executor, marked, 
     gradients = [given[name].nbytes for name in NAMES]
     couples = [tiles * batch * length * state * 4] * 2
     rows = [parts * chunks * channels * n * 4 for n in (state, 1, 1)]
-    kept = [batch * chunks * state * channels * 4] * 2
+    kept = [batch * (chunks - 1) * state * channels * 4] * 2
     partial = [3 * batch * length * channels * 4] * (state > 16)
-    marks = [batch * 3 * 16, batch * chunks, batch * 16] * marked
+    marks = [batch * 3 * 16, batch * (chunks - 1), batch * 16] * marked
     run(host_executor, given, {"chunk": 32, "parts": parts})
     assert sorted(host_executor.allocated) == sorted(gradients + couples + rows + kept + partial + marks)
     run(host_executor, given, {"chunk": length, "parts": 1})
@@ -614,7 +617,7 @@ def test_peak_on_a_gpu(cuda_executor):
     u = cupy.ones((batch, length, channels), F32)
     A, B = -cupy.ones((channels, state), F32), cupy.ones((batch, length, state), F32)
     states = cuscan.selective_scan(u, u, A, B, B, return_states=True)[-1]
-    for plan, rows, kept in (({"chunk": length, "parts": 2}, 2, 0), ({"chunk": 512, "parts": 1}, 8, 2 * 8)):
+    for plan, rows, kept in (({"chunk": length, "parts": 2}, 2, 0), ({"chunk": 512, "parts": 1}, 8, 2 * 14)):
         pool = cupy.cuda.MemoryPool()
         with cupy.cuda.using_allocator(pool.malloc), forced(**plan):
             gradients = cuscan.selective_scan_vjp(u, u, A, B, B, grad_out=u, states=states)

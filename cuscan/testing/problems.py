@@ -120,8 +120,8 @@ class Plan(_Short):
         One of `cuscan._plan.selective_tiles`.
     segments : int, optional
         Of the NumPy path.
-    parts : int, optional
-        Parts of the batch, in selective_scan_vjp.
+    parts, pieces : int, optional
+        Parts of the batch, and of a chunk that are summarised apart, in selective_scan_vjp.
     """
 
     schedule: str | None = None
@@ -132,6 +132,7 @@ class Plan(_Short):
     tile: _plan.SelectiveTile | None = None
     segments: int | None = None
     parts: int | None = None
+    pieces: int | None = None
 
     def forced(self) -> AbstractContextManager[None]:
         """A block in which plans are made like this."""
