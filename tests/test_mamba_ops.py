@@ -242,8 +242,12 @@ def test_items_at_odd_addresses(executor):
     y = executor(ops.causal_conv1d, *map(odd, case.arguments()), initial_state=odd(case.state), activation="silu",
                  out=odd(np.zeros_like(expected)))  # fmt: skip
     np.testing.assert_array_equal(y, expected)
-    state = odd(case.state)
-    executor(ops.causal_conv1d_update, state, np.ascontiguousarray(case.x[:, 0]), case.weight)
+
+    def update(state, x, weight):
+        ops.causal_conv1d_update(state, x, weight)
+        return state
+
+    state = executor(update, odd(case.state), np.ascontiguousarray(case.x[:, 0]), case.weight)
     np.testing.assert_array_equal(state[..., :-1], case.state[..., 1:])
     np.testing.assert_array_equal(state[..., -1], case.x[:, 0])
 

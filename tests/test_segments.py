@@ -631,7 +631,9 @@ def test_reverse_is_flip_scan_flip(executor, make):
 def test_marks_that_say_nothing_change_no_bit(executor, make, reverse):
     call = make(1, 60, real=True)
     everything, never = np.ones((1, 60), bool), np.zeros((1, 60), bool)
-    for plan, h0 in itertools.product(call.plans(executor), (None, call.h0())):
+    # With marks no row is taken in one pass, whose association is another.
+    plans = [plan for plan in call.plans(executor) if not plan.get("one_pass")]
+    for plan, h0 in itertools.product(plans, (None, call.h0())):
         h, last = call.run(executor, plan, h0, reverse=reverse)
         for segments in ({"mask": everything}, {"reset": never}, {"mask": everything, "reset": never}):
             assert_same_bits(call.run(executor, plan, h0, reverse=reverse, **segments), (h, last), f"{plan}")
