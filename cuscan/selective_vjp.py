@@ -305,7 +305,7 @@ def _stateless(x: dict[str, Any], gradients: dict[str, Array]) -> None:
     if x["z"] is not None:
         z = x["z"].astype("float64")
         rises = 1 / (1 + np.exp(-z))
-        gradients["z"][...] = _where(counts, dy * y * (rises * (1 + z * (1 - rises))))
+        gradients["z"][...] = _where(counts, dy * y * (rises * (1 + z / (1 + np.exp(z)))))
         dy = dy * z * rises
     if x["D"] is not None:
         gradients["u"][...] = _where(counts, dy * x["D"].astype("float64"))

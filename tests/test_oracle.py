@@ -557,6 +557,15 @@ def test_linear_gradients_of_steps_that_are_not_read(rubbish):
 # selective_scan_vjp
 
 
+def test_the_slope_of_silu_where_a_sigmoid_is_nearly_1():
+    # 1 + (z - 1) exp(-z), which is 18 roundings from 1.
+    one, z = np.ones((1, 1, 1)), 36.7
+    none = np.zeros((1, 0))
+    couple = np.zeros((1, 1, 0))
+    gradients = oracle.selective_scan_vjp(one, one, none, couple, couple, np.ones(1), z * one, grad_out=one)
+    assert abs(gradients["z"].item() - 1 - (z - 1) * np.exp(-z)) < 3e-16
+
+
 def test_selective_gradients_worked_by_hand():
     # The two steps above: gates 1/2 and 1/4, states 4, 5, 11.25. g = [2 + 1/4, -1 + 2], p = [1.125, 0.25].
     u, delta, C = np.reshape([[3.0, 5.0], [1.0, 2.0], [2.0, -1.0]], (3, 1, 2, 1))

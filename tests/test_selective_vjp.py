@@ -516,6 +516,13 @@ def test_without_states_delta_receives_nothing(executor, options, grad):
         check(executor, problem(1, 3, 2, 0, values="nan", seed=seed, grad=grad, softplus=True, **options))
 
 
+def test_without_states_silus_slope_is_exact_where_a_sigmoid_is_nearly_1(executor):
+    # Found by the fuzzer: z is 36.7.
+    given = SelectiveProblem(seed=803384759, length=2, channels=41, state=0, dtype="float64", values="nan",
+                             D=LAID, z=LAID, delta_bias=LAID)  # fmt: skip
+    check(executor, SelectiveGradientProblem(of=given))
+
+
 def test_sequences_without_steps_hand_on_what_they_get(executor):
     fields = {"dtype": "bfloat16", "cu_seqlens": LAID, "lengths": (0, 0, 0), "head": 7, **EXACT}
     given = problem(1, 20, 3, 2, **fields).arguments()

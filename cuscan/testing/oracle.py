@@ -505,11 +505,12 @@ def selective_scan_vjp(
                 drive, dy = u_[at].item(), received[at].item()
                 B_row, C_row = B_.row(i, t, d), C_.row(i, t, d)
                 if gate_ is not None:
-                    sigmoid = 1 / (1 + _exp(-gate_[at].item()))
+                    gate = gate_[at].item()
+                    sigmoid, other = 1 / (1 + _exp(-gate)), 1 / (1 + _exp(gate))  # 1 - sigmoid would be 0 from 37 on
                     y0 = twice * sum(C_row[n] * left[t][n] for n in range(states)).real
                     y0 += 0.0 if skip is None else skip[d].item() * drive
-                    grad_z[at] = dy * y0 * sigmoid * (1 + gate_[at].item() * (1 - sigmoid))
-                    dy *= gate_[at].item() * sigmoid
+                    grad_z[at] = dy * y0 * sigmoid * (1 + gate * other)
+                    dy *= gate * sigmoid
                 x = delta_[at].item() + (0.0 if bias is None else bias[d].item())
                 unlimited, _ = _delta(x, None, delta_softplus, _NO_LIMIT, arithmetic)
                 step, _ = _delta(x, None, delta_softplus, delta_limit or _NO_LIMIT, arithmetic)
