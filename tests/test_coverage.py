@@ -10,7 +10,7 @@ import test_state_update
 
 import cuscan
 from cuscan import _source
-from cuscan.testing import Host, LinearProblem, host
+from cuscan.testing import Host, Layout, LinearProblem, Plan, host
 
 try:
     host.compiler()
@@ -44,6 +44,14 @@ def check_large_angles(executor):
         np.testing.assert_allclose(y, 2 * (np.exp(-1) * cosine + 1), rtol=1e-6)
 
 
+def check_one_pass(executor):
+    """Rows that are taken in one pass, of more tiles than a group has; a plan without chunks leaves them so."""
+    for lanes, shape in (("rows", (37, 2 * 4 * 16 + 21)), ("time", (1, 128 * 512 + 700))):
+        plans = tuple(Plan(schedule="split", lanes=lanes, row_warps=warps) for warps in (1, 2))
+        for h0 in (None, Layout()):
+            LinearProblem(shape=shape, axis=1, h0=h0, plans=plans).check(executor)
+
+
 def test_division_of_64_bits():
     check_division(Host())
 
@@ -55,6 +63,7 @@ def test_every_line_runs(capsys):
         problem.check(executor)
     for dtype in ("complex64", "complex128"):
         LinearProblem(dtype=dtype, a=1.0).check(executor)
+    check_one_pass(executor)
     check_division(executor)
     check_large_angles(executor)
     test_state_update.check_all(executor.modules)
