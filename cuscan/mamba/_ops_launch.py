@@ -8,7 +8,7 @@ from cuscan import _arrays, _plan
 from cuscan._arrays import ITEM_CODE, Array, Place, item_name
 from cuscan._calls import chosen
 from cuscan._launch import _in_pieces, _start
-from cuscan._plan import CONV_THREADS, CONV_WIDTH, ITEM_BYTES, NORM_ITEMS, NORM_SUMS, PRODUCT_WARPS
+from cuscan._plan import CONV_THREADS, CONV_WIDTH, ITEM_BYTES, NORM_ITEMS, NORM_SUMS, PRODUCT_WARPS, _ceil_div
 from cuscan._selective_backward import add_partials
 from cuscan._source import (
     CONV_ARGS,
@@ -38,10 +38,6 @@ def _code(x: Array | None) -> int:
 
 def _is_wide(x: Array | None) -> bool:
     return x is not None and item_name(x) == "float32"
-
-
-def _ceil_div(x: int, y: int) -> int:
-    return -(-x // y)
 
 
 # --- causal_conv1d -------------------------------------------------------------------------------------------------
