@@ -126,7 +126,7 @@ class Selective:
     def work(self) -> tuple[str, int]:
         """What is counted against the chip's rate, besides bytes."""
         elements = self.batch * self.length * self.channels
-        return "exponentials", elements * (self.state + 2 + 2 * self.z)  # two for a softplus, two for a silu
+        return "exponentials", elements * (self.state + 1 + 2 * self.z)  # one for a softplus, two for a silu
 
     @property
     def useful_bytes(self) -> int:

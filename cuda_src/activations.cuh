@@ -56,20 +56,21 @@ __device__ __forceinline__ float reciprocal(float x) {
 }
 __device__ __forceinline__ double reciprocal(double x) { return 1.0 / x; }
 
-// log(1 + e) for 0 <= e <= 1, by s = e / (2 + e) and 2 artanh(s) = 2 s (1 + p/3 + p^2/5 + ...), p = s^2 <= 1/9:
-// relative error 2^-22 in float32 down to the smallest e, where log(1 + e) itself would be 0.
-__device__ __forceinline__ float log1p_of(float e) {
-  float s = e * reciprocal(2.0f + e);
-  float p = s * s, twice = s + s;
-  float q = 0.13433773815631866f;  // least-squares coefficients on Chebyshev nodes, error 1.6e-8
-  q = fmaf(q, p, 0.14116978645324707f);
-  q = fmaf(q, p, 0.2000383585691452f);
-  q = fmaf(q, p, 0.33333319425582886f);
-  return fmaf(twice * p, q, twice);
+// log(1 + e) / e for 0 <= e <= 1, which is 1 at e = 0, where log(1 + e) itself would be 0.
+__device__ __forceinline__ float log1p_share(float e) {
+  float q = 5.3648293e-03f;  // least largest relative error: 3.3e-8
+  q = fmaf(q, e, -3.0065812e-02f);
+  q = fmaf(q, e, 7.9204567e-02f);
+  q = fmaf(q, e, -1.3753805e-01f);
+  q = fmaf(q, e, 1.9153656e-01f);
+  q = fmaf(q, e, -2.4857164e-01f);
+  q = fmaf(q, e, 3.3321323e-01f);
+  q = fmaf(q, e, -4.9999648e-01f);
+  return fmaf(q, e, 1.0f);
 }
-__device__ __forceinline__ double log1p_of(double e) {
-  double s = e / (2.0 + e);
-  double p = s * s, twice = s + s;
+// By s = e / (2 + e) and log(1 + e) = 2 artanh(s) = 2 s (1 + p/3 + p^2/5 + ...), p = s^2 <= 1/9.
+__device__ __forceinline__ double log1p_share(double e) {
+  double twice = 2.0 / (2.0 + e), s = 0.5 * e * twice, p = s * s;
   double q = 1.0 / 35.0;  // the series itself; what is left out is below 1e-18
 #pragma unroll
   for (int odd = 33; odd >= 3; odd -= 2) q = fma(q, p, 1.0 / odd);
@@ -81,28 +82,41 @@ __device__ __forceinline__ double magnitude(double x) { return fabs(x); }
 __device__ __forceinline__ float positive_part(float x) { return fmaxf(x, 0.0f); }
 __device__ __forceinline__ double positive_part(double x) { return fmax(x, 0.0); }
 
-// What R leaves of log2(e), and beyond what exp(-x) is 0.
-__device__ __forceinline__ float log2e_rest(float) { return 1.925963e-08f; }
-__device__ __forceinline__ double log2e_rest(double) { return 2.0355273740931033e-17; }
+// What R leaves of log(2), and beyond what exp(-x) is 0.
+__device__ __forceinline__ float ln2_rest(float) { return -1.904654e-09f; }
+__device__ __forceinline__ double ln2_rest(double) { return 2.3190468138462996e-17; }
 __device__ __forceinline__ float far(float) { return 200.0f; }
 __device__ __forceinline__ double far(double) { return 1000.0; }
+
+// The smaller of the two; NaN stays.
+template <class R>
+__device__ __forceinline__ R at_most(R x, R limit) {
+  return x > limit ? limit : x;
+}
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+__device__ __forceinline__ float at_most(float x, float limit) {
+  float value;
+  asm("min.NaN.ftz.f32 %0, %1, %2;" : "=f"(value) : "f"(x), "f"(limit));
+  return value;
+}
+#endif
 
 // exp(-|x|). The exponent of 2 is rounded, and what the rounding left off is put back: else the relative error would
 // grow with |x|. NaN stays.
 template <class R>
 __device__ __forceinline__ R exp_of_minus(R x) {
-  x = magnitude(x);
-  if (x > far(x)) x = far(x);
+  x = at_most(magnitude(x), far(x));
   const R exponent = x * R(-kLog2E);
-  const R rest = multiply_add(x, R(-kLog2E), -exponent) - x * log2e_rest(x);
+  const R rest = multiply_add(exponent, ln2_rest(x), multiply_add(exponent, R(kLn2), x));
   const R power = exp2_of(exponent);
-  return multiply_add(power, rest * R(0.6931471805599453), power);
+  return multiply_add(power, -rest, power);
 }
 
 // log(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)). NaN comes through the second term.
 template <class R>
 __device__ __forceinline__ R softplus(R x) {
-  return positive_part(x) + log1p_of(exp_of_minus(x));
+  const R e = exp_of_minus(x);
+  return multiply_add(e, log1p_share(e), positive_part(x));
 }
 
 // x * sigmoid(x), the sigmoid from exp(-|x|) so that it neither overflows nor cancels.

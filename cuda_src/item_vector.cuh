@@ -6,8 +6,9 @@
 template <class Item, int N, bool kWords = sizeof(Item) == 2 && N % 2 == 0>
 struct alignas(sizeof(Item) * N) Items {
   Item item[N];
-  __device__ __forceinline__ float get(int n) const { return widen(item[n]); }
-  __device__ __forceinline__ void set(const float (&values)[N]) {
+  __device__ __forceinline__ auto get(int n) const { return widen(item[n]); }
+  template <class R>
+  __device__ __forceinline__ void set(const R (&values)[N]) {
 #pragma unroll
     for (int n = 0; n < N; ++n) narrow(values[n], item[n]);
   }

@@ -3,6 +3,7 @@
 // (`vector`) a run is one aligned piece of memory and moves in accesses of up to 16 bytes, asynchronously into slots of
 // shared memory that belong to the thread, so that no barrier is needed between the copy and its use.
 #pragma once
+#include "item_vector.cuh"
 #include "selective_args.cuh"
 #include "selective_types.cuh"
 #include "tile_io.cuh"
@@ -41,9 +42,8 @@ template <class Grid, class Item, int kLanes>
 struct RunStream {
   static constexpr int kItems = Grid::kItems, kBytes = kItems * sizeof(Item);
   static constexpr int kPiece = kBytes < 16 ? kBytes : 16, kPieces = kBytes / kPiece;
-  struct alignas(kPiece) Piece {
-    Item item[kPiece / sizeof(Item)];
-  };
+  static constexpr int kTogether = kPiece / (int)sizeof(Item);  // items of a piece
+  using Piece = Items<Item, kTogether>;
   using Slots = Piece[kPieces][kLanes];
   char* at;  // this thread's first item in the tile that is next
   long long next, tile_step;
@@ -82,7 +82,7 @@ struct RunStream {
         for (int i = 0; i < kPieces; ++i) {
           const Piece piece = slots[i][lane];
 #pragma unroll
-          for (int k = 0; k < kItems / kPieces; ++k) to[i * (kItems / kPieces) + k] = widen(piece.item[k]);
+          for (int k = 0; k < kTogether; ++k) to[i * kTogether + k] = piece.get(k);
         }
         if (backwards()) reverse(to);
       } else {
@@ -100,9 +100,11 @@ struct RunStream {
     if (backwards()) reverse(values);
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      Piece piece;
+      R together[kTogether];
 #pragma unroll
-      for (int k = 0; k < kItems / kPieces; ++k) narrow(values[i * (kItems / kPieces) + k], piece.item[k]);
+      for (int k = 0; k < kTogether; ++k) together[k] = values[i * kTogether + k];
+      Piece piece;
+      piece.set(together);
       *reinterpret_cast<Piece*>(lowest() + i * kPiece) = piece;
     }
   }

@@ -69,13 +69,13 @@ struct Recurrence {
     }
   }
 
-  // `drive`: this lane's at step 0, the next `next_drive` on; B, C: its first state at step 0.
+  // `drive`, B, C: this lane's at step 0, of B and C its first state.
   template <int kCount>
-  static __device__ __forceinline__ void load(Loaded<kCount>& to, const Drive<R>* drive, int next_drive, const S* B,
-                                              const S* C, int time) {
+  static __device__ __forceinline__ void load(Loaded<kCount>& to, const Drive<R>* drive, const S* B, const S* C,
+                                              int time) {
 #pragma unroll
     for (int s = 0; s < kCount; ++s) {
-      to.drive[s] = drive[(time + s) * next_drive];
+      to.drive[s] = drive[(time + s) * Tile::kRow];
       if constexpr (Tile::kTimeB) read_states(to.B[s], B + (time + s) * Tile::kSlice);
       if constexpr (Tile::kTimeC && !kSummarise) read_states(to.C[s], C + (time + s) * Tile::kSlice);
     }
@@ -98,14 +98,13 @@ struct Recurrence {
 
   // Steps one at a time, those that have a bit in `marks` between enter(time) and leave(time).
   template <class Enter, class Leave>
-  __device__ __forceinline__ void run_marked(const Drive<R>* drive, int next_drive, const S* B, const S* C, R* y,
-                                             int lane, int first, int steps, const StepMarks& marks, Enter enter,
-                                             Leave leave) {
+  __device__ __forceinline__ void run_marked(const Drive<R>* drive, const S* B, const S* C, R* y, int lane, int first,
+                                             int steps, const StepMarks& marks, Enter enter, Leave leave) {
 #pragma unroll 1
     for (int time = first; time < first + steps; ++time) {
       if ((marks.resets | marks.starts) >> time & 1) enter(time);
       Loaded<1> now;
-      load(now, drive, next_drive, B, C, time);
+      load(now, drive, B, C, time);
       R sum = step(now, 0);
       if (kSummarise) delta_sum.add(now.drive[0].delta);
       if (marks.ends >> time & 1) leave(time);
@@ -120,7 +119,7 @@ struct Recurrence {
   // One tile. `y`: where this lane puts the sum that it gets of steps 0 to kGroups - 1. With kMarked, steps may have
   // marks; those at which states are loaded or stored are run with their neighbours.
   template <bool kMarked, class Enter, class Leave>
-  __device__ __forceinline__ void run(const Drive<R>* drive, int next_drive, const S* B, const S* C, R* y, int lane,
+  __device__ __forceinline__ void run(const Drive<R>* drive, const S* B, const S* C, R* y, int lane,
                                       const StepMarks& marks, Enter enter, Leave leave) {
     // Steps whose loads are issued together: as many as there are registers for.
     constexpr int kCount = kStates > 8 ? 1 : kMarked || sizeof(S) > 4 ? 2 : 4;
@@ -128,19 +127,19 @@ struct Recurrence {
     constexpr int kPart = kMarked || kStates > 8 ? kFold : kTileSteps;
     static_assert(kPart / kCount % 2 == 0, "a part ends with what the next one begins with in loaded[0]");
     Loaded<kCount> loaded[2];
-    load(loaded[0], drive, next_drive, B, C, 0);
+    load(loaded[0], drive, B, C, 0);
 #pragma unroll 1
     for (int part = 0; part < kTileSteps; part += kPart) {
       if (kMarked && (marks.starts | marks.ends) >> part & ((1u << kFold) - 1)) {
-        run_marked(drive, next_drive, B, C, y, lane, part, kPart, marks, enter, leave);
-        if (part + kPart < kTileSteps) load(loaded[0], drive, next_drive, B, C, part + kPart);
+        run_marked(drive, B, C, y, lane, part, kPart, marks, enter, leave);
+        if (part + kPart < kTileSteps) load(loaded[0], drive, B, C, part + kPart);
         continue;
       }
       R sums[kPart];
 #pragma unroll
       for (int i = 0; i < kPart; i += kCount) {
         const int next = part + i + kCount;
-        if (i + kCount < kPart || next < kTileSteps) load(loaded[(i / kCount + 1) % 2], drive, next_drive, B, C, next);
+        if (i + kCount < kPart || next < kTileSteps) load(loaded[(i / kCount + 1) % 2], drive, B, C, next);
 #pragma unroll
         for (int s = 0; s < kCount; ++s) {
           const bool forget = kMarked && marks.resets >> (part + i + s) & 1;
@@ -186,7 +185,9 @@ __device__ __forceinline__ void selective_scan(const SelectiveArgs& args, unsign
   const long long tiles_in_group = (args.channels / args.groups + Tile::kChannels - 1) / Tile::kChannels;
   const long long items = args.slices * args.batch * args.groups * tiles_in_group * args.chunks;
 
-  if (thread == 0) shared.nothing = {R(0), R(0)};
+  // The drive of lanes whose states do not exist.
+  for (int step = thread; step < 2 * kTileSteps; step += Tile::kThreads)
+    shared.drive[step / kTileSteps][step % kTileSteps][Tile::kChannels] = {R(0), R(0)};
 
   for (long long item = blockIdx.x; item < items; item += gridDim.x) {
     const SelectiveItem at = locate_item<Tile, kSummarise>(args, item, lane);
@@ -294,7 +295,7 @@ __device__ __forceinline__ void selective_scan(const SelectiveArgs& args, unsign
     auto start_loads = [&](auto how, int tile) {
       constexpr bool kPlain = decltype(how)::kPlain;
       const unsigned there = exist(how, tile), couples_there = couples_exist(how, tile);
-      u.template start<kPlain>(shared.u[tile % 3], thread, args.u.vector, there);
+      u.template start<kPlain>(shared.u[tile & 3], thread, args.u.vector, there);
       delta.template start<kPlain>(shared.delta, thread, args.delta.vector, there);
       if constexpr (Tile::kTimeB) B.template start<kPlain>(shared.raw_B, thread, args.B.vector, couples_there);
       if constexpr (Tile::kTimeC && !kSummarise)
@@ -307,14 +308,15 @@ __device__ __forceinline__ void selective_scan(const SelectiveArgs& args, unsign
           args, shared, thread, tile, u, delta, there,
           !how.kWhole && tile == 0 && at.chunk == 0 && !args.initial && !args.sequence_initial, marks);
       if constexpr (Tile::kTimeB)
-        commit_couple<kPlain, Tile>(args.B, thread, B, shared.raw_B, couples_there, marks.masked, shared.B[tile % 2]);
+        commit_couple<kPlain, Tile>(args.B, thread, B, shared.raw_B, couples_there, marks.masked, shared.B[tile & 1]);
       if constexpr (Tile::kTimeC && !kSummarise)
-        commit_couple<kPlain, Tile>(args.C, thread, C, shared.raw_C, couples_there, 0, shared.C[tile % 2]);
+        commit_couple<kPlain, Tile>(args.C, thread, C, shared.raw_C, couples_there, 0, shared.C[tile & 1]);
     };
     // Everything of an interval but the recurrence. What is loaded here is used one interval later.
     auto stage = [&](auto how, int tile, unsigned masked_before, const StepMarks& marks_after) {
       constexpr bool kPlain = decltype(how)::kPlain;
       wait_for_copies();
+      if (how.kWhole || tile + 1 < tiles) commit(how, tile + 1, marks_after);
       if (!kSummarise && (how.kWhole || tile > 0)) {
         const int started = how.kWhole || tile + 1 < tiles ? tile + 1 : tiles - 1;  // the last whose u was started
         finish<kPlain, Tile>(args, shared, thread, tile - 1, u, z, output, partial_sum, exist(how, tile - 1),
@@ -322,14 +324,12 @@ __device__ __forceinline__ void selective_scan(const SelectiveArgs& args, unsign
         output.at += output.tile_step;
         if (!kPlain) partial_sum.at += partial_sum.tile_step;
       }
-      if (how.kWhole || tile + 1 < tiles) commit(how, tile + 1, marks_after);
       if (how.kWhole || tile + 2 < tiles) start_loads(how, tile + 2);
       if (!kSummarise && args.z.start && (how.kWhole || tile < tiles))
         z.template start<kPlain>(shared.z, thread, args.z.vector, exist(how, tile));
       start_marks(tile + 3);
     };
 
-    const int next_drive = mine_exist ? Tile::kRow : 0;
     bool resets = false;  // has any step so far?
     auto compute = [&](int tile) {
       const StepMarks marks = marks_of(tile);
@@ -364,7 +364,7 @@ __device__ __forceinline__ void selective_scan(const SelectiveArgs& args, unsign
           if (mine_exist) write_row(to + my_state(n), piece);
         }
       }
-      const int buffer = tile % 2, first = Tile::state_of(group, 0);
+      const int buffer = tile & 1, first = Tile::state_of(group, 0);
       R* const y = &shared.y[buffer][group][channel];
       if (Tile::kSegmented && marks.masked == ~0u && !(marks.resets | marks.starts | marks.ends)) {
         // A tile of padding changes nothing.
@@ -373,12 +373,12 @@ __device__ __forceinline__ void selective_scan(const SelectiveArgs& args, unsign
       }
       const S* const now_B = &shared.B[buffer][0][first];
       const S* const now_C = &shared.C[buffer][0][first];
-      const Drive<R>* const drive = mine_exist ? &shared.drive[buffer][0][channel] : &shared.nothing;
+      const Drive<R>* const drive = &shared.drive[buffer][0][mine_exist ? channel : Tile::kChannels];
       if (Tile::kSegmented && marks.resets | marks.starts | marks.ends) {
         resets |= (marks.resets | marks.starts) != 0;
-        mine.template run<true>(drive, next_drive, now_B, now_C, y, lane, marks, enter, leave);
+        mine.template run<true>(drive, now_B, now_C, y, lane, marks, enter, leave);
       } else {
-        mine.template run<false>(drive, next_drive, now_B, now_C, y, lane, marks, enter, leave);
+        mine.template run<false>(drive, now_B, now_C, y, lane, marks, enter, leave);
       }
     };
 

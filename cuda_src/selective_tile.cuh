@@ -47,7 +47,7 @@ struct SelectiveTile {
   using CoupleGrid = RunGrid<kSlice, kThreads, kTimeFast>;
   using Stream = RunStream<Grid, Item, kThreads>;
   using CoupleStream = RunStream<CoupleGrid, CoupleItem, kThreads>;
-  static constexpr int kRow = kChannels + 1;          // of drives: the steps of a channel are in different banks
+  static constexpr int kRow = kChannels + 1;          // of drives; the last is that of lanes without states
   static constexpr int kSums = kChannels + kAbreast;  // of y: so are the steps that the groups write at once
   static constexpr int kMarks = 8;                    // words of marks that are kept; five are in use
 
@@ -58,10 +58,9 @@ struct SelectiveTile {
     alignas(16) R y[2][kTileSteps][kSums];
     alignas(16) R bias[kChannels];
     alignas(16) R D[kChannels];
-    alignas(16) Drive<R> nothing;  // the drive of lanes whose states do not exist
     alignas(16) StepMarks marks[kSegmented ? kMarks : 1];
-    // Slots of the streams; u is needed from its commit to its finish.
-    typename Stream::Slots u[3];
+    // Slots of the streams; of u by tile, as it is needed from its commit to its finish.
+    typename Stream::Slots u[4];
     typename Stream::Slots delta;
     typename Stream::Slots z;
     typename CoupleStream::Slots raw_B;
@@ -166,13 +165,14 @@ __device__ __forceinline__ void commit_sequence(const SelectiveArgs& args, typen
   using Grid = typename Tile::Grid;
   using R = typename Tile::R;
   R d_u[Grid::kItems], d[Grid::kItems];
-  u.template values<kPlain>(shared.u[tile % 3], thread, args.u.vector, false, exist, 0, d_u);
+  u.template values<kPlain>(shared.u[tile & 3], thread, args.u.vector, false, exist, 0, d_u);
   delta.template values<kPlain>(shared.delta, thread, args.delta.vector, args.delta.wide, exist, 0, d);
 #pragma unroll
   for (int i = 0; i < Grid::kItems; ++i) d[i] += shared.bias[Grid::place(thread, i)];
-  if (args.softplus) {
 #pragma unroll
-    for (int i = 0; i < Grid::kItems; ++i) d[i] = softplus(d[i]);
+  for (int i = 0; i < Grid::kItems; ++i) {
+    const R soft = softplus(d[i]);  // selected, as a branch costs more than it saves
+    d[i] = args.softplus ? soft : d[i];
   }
   if (!kPlain && args.limited) {
 #pragma unroll
@@ -196,7 +196,7 @@ __device__ __forceinline__ void commit_sequence(const SelectiveArgs& args, typen
   }
 #pragma unroll
   for (int i = 0; i < Grid::kItems; ++i)
-    shared.drive[tile % 2][Grid::time(thread, i)][Grid::place(thread, i)] = {d[i], d_u[i]};
+    shared.drive[tile & 1][Grid::time(thread, i)][Grid::place(thread, i)] = {d[i], d_u[i]};
 }
 
 // From the raw run of B or C to a tile in shared memory; what does not exist is 0, and so are masked steps.
@@ -234,9 +234,9 @@ __device__ __forceinline__ void finish(const SelectiveArgs& args, const typename
   R y[Grid::kItems], value[Grid::kItems];
   if constexpr (Tile::kTimeFast) {
 #pragma unroll
-    for (int i = 0; i < Grid::kItems; ++i) y[i] = shared.y[tile % 2][Grid::time(thread, i)][Grid::place(thread, i)];
+    for (int i = 0; i < Grid::kItems; ++i) y[i] = shared.y[tile & 1][Grid::time(thread, i)][Grid::place(thread, i)];
   } else {
-    read_row(y, &shared.y[tile % 2][Grid::time(thread, 0)][Grid::place(thread, 0)]);
+    read_row(y, &shared.y[tile & 1][Grid::time(thread, 0)][Grid::place(thread, 0)]);
   }
   if (!kPlain && args.adds_to_partial_sum) {
     load_run<R>(partial_sum.at, partial_sum.next, exist, false, value);
@@ -250,7 +250,7 @@ __device__ __forceinline__ void finish(const SelectiveArgs& args, const typename
     return;
   }
   if (args.D) {
-    u.template values<kPlain>(shared.u[tile % 3], thread, args.u.vector, false, exist, back, value);
+    u.template values<kPlain>(shared.u[tile & 3], thread, args.u.vector, false, exist, back, value);
 #pragma unroll
     for (int i = 0; i < Grid::kItems; ++i) y[i] = multiply_add(shared.D[Grid::place(thread, i)], value[i], y[i]);
   }

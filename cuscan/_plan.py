@@ -491,9 +491,9 @@ class SelectiveTile:
         couples = [2 * (TILE_STEPS if varies else 1) * self.slice * state for varies in (kind.time_B, kind.time_C)]
         sums = 2 * TILE_STEPS * (self.channels + self.abreast) * real
         marks = 16 * (8 if kind.segmented else 1)
-        slots = 5 * TILE_STEPS * self.channels * item
+        slots = 6 * TILE_STEPS * self.channels * item
         couple_slots = 2 * TILE_STEPS * self.slice * (state if kind.complex else item)
-        parts = (drive, *couples, sums, *2 * [self.channels * real], 16, marks, slots, couple_slots)
+        parts = (drive, *couples, sums, *2 * [self.channels * real], marks, slots, couple_slots)
         return sum(_round_up(part, 16) for part in parts)
 
 
