@@ -196,9 +196,9 @@ def launches() -> Iterator[list[tuple[Any, int, int, int]]]:
     made: list[tuple[Any, int, int, int]] = []
     start = _calls.start
 
-    def noted(function: Any, grid: Any, block: Any, packed: Any, shared: int = 0) -> None:
+    def noted(function: Any, grid: Any, block: Any, packed: Any, shared: int = 0, stream: int = 0) -> None:
         made.append((function, math.prod(grid), block[0], shared))
-        start(function, grid, block, packed, shared)
+        start(function, grid, block, packed, shared, stream)
 
     with mock.patch.object(_calls, "start", noted), mock.patch.object(_launch, "start", noted):
         yield made

@@ -142,7 +142,9 @@ class CupyPlace:
         self._cupy = cupy
         self._device = device
         self._foreign = foreign
-        self._captured = _workspace.get() if cupy.cuda.get_current_stream().is_capturing() else None
+        stream = cupy.cuda.get_current_stream()
+        self.stream = stream.ptr
+        self._captured = _workspace.get() if stream.is_capturing() else None
         self.modules: Modules = _compile.cupy_modules(device)
 
     @property
@@ -292,7 +294,9 @@ def check_shape(name: str, x: Array, expected: tuple[int, ...], axes: str, hint:
 
 def check_flag(name: str, x: object) -> bool:
     """A flag is a bool: an array in its place is a shifted argument."""
-    if not isinstance(x, (bool, np.bool_)):
+    if x is True or x is False:
+        return x
+    if not isinstance(x, np.bool_):
         raise TypeError(f"{name} must be True or False, got {type(x).__name__}")
     return bool(x)
 

@@ -13,10 +13,12 @@ import contextlib
 import os
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from math import prod
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -85,11 +87,18 @@ class Given:
         Of CuPy's arrays.
     host : Place, optional
         Where NumPy arrays run kernels; None where they run in reference.py.
+    in_numpy : bool
+        Whether reference.py does it.
     torch : interop.torch._Gpu, optional
         Where the arrays are tensors: `tensors`, of which `arrays` are made only where a call needs them.
 
     Other arrays than NumPy's and CuPy's are adopted by `_arrays.Call`, after `refuse(arguments)`.
     """
+
+    host: Any = None
+    in_numpy = False
+    tensors: Any = None
+    _adopted: Call | None = None
 
     def __init__(
         self,
@@ -99,8 +108,6 @@ class Given:
         refuse: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
         self.names = names
-        self._adopted: Call | None = None
-        self.tensors: Arrays | None = None
         self.torch = tensor_place.get()
         if self.torch is not None:
             self._read_tensors(arrays, options)
@@ -119,40 +126,46 @@ class Given:
     def _read(self, arrays: Arrays, options: Hashable, read_only: tuple[str, ...]) -> bool:
         """Whether all arrays are NumPy's or CuPy's; then everything is set."""
         cupy_array = getattr(sys.modules.get("cupy"), "ndarray", ())
-        device, where = None, None
+        device = None
         addresses = []
         signature: list[Hashable] = []
         for x in arrays:
             if x is None:
                 addresses.append(0)
                 signature.append(None)
-                continue
-            if isinstance(x, cupy_array):
+            elif isinstance(x, cupy_array):
                 data = x.data
                 address, device = data.ptr, data.device_id
-                where = device
+                addresses.append(address)
+                signature += (device, x.dtype, x.shape, x.strides, address & 15)
             elif isinstance(x, np.ndarray):
                 address = x.ctypes.data
+                addresses.append(address)
                 where = "writable" if x.flags.writeable else "read-only"
+                signature += (where, x.dtype, x.shape, x.strides, address & 15)
             else:
                 return False
-            addresses.append(address)
-            signature += (where, x.dtype, x.shape, x.strides, address & 15)
         self.arrays, self.addresses, self.device = arrays, addresses, device
-        self.host: Any = None
-        if device is None and (factory := host_place.get()):
-            self.host = factory()
-            signature.append(self.host.limits)
+        if device is None:
+            if factory := host_place.get():
+                self.host = factory()
+                signature.append(self.host.limits)
+            self.in_numpy = factory is None
         self._sign(signature, options, read_only)
         return True
 
     def _read_tensors(self, tensors: Arrays, options: Hashable) -> None:
-        self.tensors, self.addresses, self.device, self.host = tensors, [], self.torch.index, None
-        signature: list[Hashable] = ["torch", self.device]
+        addresses = []
+        signature: list[Hashable] = ["torch", self.torch.index]
         for x in tensors:
-            address = 0 if x is None else x.data_ptr()
-            self.addresses.append(address)
-            signature += (None,) if x is None else (x.dtype, x.shape, x.stride(), address & 15)
+            if x is None:
+                addresses.append(0)
+                signature.append(None)
+            else:
+                address = x.data_ptr()
+                addresses.append(address)
+                signature += (x.dtype, x.shape, x.stride(), address & 15)
+        self.tensors, self.addresses, self.device = tensors, addresses, self.torch.index
         self._sign(signature, options, ())
 
     def _sign(self, signature: list[Hashable], options: Hashable, read_only: tuple[str, ...]) -> None:
@@ -206,28 +219,26 @@ class Given:
             return limits
         return _compile.cupy_limits(self.device)
 
-    @property
-    def in_numpy(self) -> bool:
-        """Whether reference.py does it."""
-        return self.device is None and self.host is None
-
-    def place(self) -> Any:
-        """Where the call works, if that needs nothing else."""
+    def place(self, *, on_tensors: bool) -> Any:
+        """Where the call works, if that needs nothing else; on tensors, or on CuPy's arrays of them."""
         if self.device is None:
             return self.host
         cupy = sys.modules["cupy"]
-        if self._adopted is None and self.tensors is None and cupy.cuda.runtime.getDevice() == self.device:
-            return CupyPlace(cupy, self.device, ())
+        if self._adopted is None and cupy.cuda.runtime.getDevice() == self.device:
+            if self.tensors is None:
+                return CupyPlace(cupy, self.device, ())
+            if on_tensors and watcher is None:  # which looks at CuPy's current stream
+                return self.torch
         return None
 
     @contextlib.contextmanager
-    def current(self) -> Iterator[Any]:
+    def current(self, *, on_tensors: bool = False) -> Iterator[Any]:
         """Where the call works, its device made current; adopted arrays are seen to outlive the launches."""
         if self.device is None:
             yield self.host
         elif self.tensors is not None:
             with self.torch.current():
-                yield CupyPlace(sys.modules["cupy"], self.device, ())
+                yield self.torch if on_tensors else CupyPlace(sys.modules["cupy"], self.device, ())
         elif self._adopted is not None:
             with self._adopted.place() as place:
                 yield place
@@ -243,17 +254,18 @@ def _is_read_only(x: Any) -> bool:
 
 # --- what a signature launches ------------------------------------------------------------------------------------
 
-# Dynamic shared memory that a kernel may have unasked: of 48 KiB, what is static is taken off.
-_STATIC_LIMIT = 16 * 1024
-
 
 def start(
-    function: Any, grid: tuple[int, ...], block: tuple[int, ...], packed: bytes | bytearray, shared: int = 0
+    function: Any, grid: tuple[int, ...], block: tuple[int, ...], packed: Any, shared: int = 0, stream: int = 0
 ) -> None:
-    """Launch a kernel that takes one struct."""
-    if shared > _STATIC_LIMIT and function.max_dynamic_shared_size_bytes < shared:
+    """Launch a kernel that takes one struct, as bytes or as words that may be changed; CuPy's on this stream."""
+    if isinstance(function, _compile.Kernel):
+        function.start(grid, block[0], packed, shared, stream)
+        return
+    if shared > _compile.STATIC_LIMIT and function.max_dynamic_shared_size_bytes < shared:
         function.max_dynamic_shared_size_bytes = shared
-    function(grid, block, (np.ndarray((), _struct_type(len(packed)), packed),), shared_mem=shared)
+    struct = np.ndarray((), _struct_type(memoryview(packed).nbytes), packed)
+    function(grid, block, (struct,), shared_mem=shared)
 
 
 @cache
@@ -270,16 +282,16 @@ class Launch:
     grid: tuple[int, ...]
     block: tuple[int, ...]
     shared: int
-    packed: bytes = field(repr=False)
-    addresses: tuple[tuple[int, int, int], ...]  # (word of the struct, array, bytes from where that begins)
+    words: array[int] = field(repr=False)  # of the struct
+    addresses: tuple[tuple[int, int, int], ...]  # (word, array, bytes from where that begins)
 
-    def run(self, place: Place, _: Arrays, addresses: Sequence[int]) -> None:
+    def run(self, place: Any, _: Arrays, addresses: Sequence[int]) -> None:
         """Launch with these addresses: of the arguments, then of what is allocated."""
-        packed = bytearray(self.packed)
-        words = memoryview(packed).cast("q")
-        for word, array, offset in self.addresses:
-            words[word] = addresses[array] + offset
-        start(place.modules.get_function(self.source, self.name), self.grid, self.block, packed, self.shared)
+        words = self.words[:]
+        for word, number, offset in self.addresses:
+            words[word] = addresses[number] + offset
+        function = place.modules.get_function(self.source, self.name)
+        start(function, self.grid, self.block, words, self.shared, getattr(place, "stream", 0))
 
 
 @dataclass(frozen=True)
@@ -302,6 +314,11 @@ class Copy:
     to: View
     value: View | complex
 
+    @property
+    def views(self) -> tuple[View, ...]:
+        """Of the arrays that it needs."""
+        return (self.to, self.value) if isinstance(self.value, View) else (self.to,)
+
     def run(self, place: Place, arrays: Arrays, _: Sequence[int]) -> None:
         """Copy between these arrays."""
         place.assign(self.to.of(arrays), self.value.of(arrays) if isinstance(self.value, View) else self.value)
@@ -315,6 +332,11 @@ class Do:
     writes: tuple[View, ...]
     reads: tuple[View, ...]
     options: tuple[tuple[str, Hashable], ...]
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """Of the arrays that it needs."""
+        return self.writes + self.reads
 
     def run(self, place: Place, arrays: Arrays, _: Sequence[int]) -> None:
         """Do it with these arrays."""
@@ -380,7 +402,7 @@ class Recorder:
         self.limits = given.limits
         self.steps: list[Launch | Copy | Do] = []
         self.plans: list[Hashable] = []
-        self.fresh: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
+        self.fresh: list[Fresh] = []
         self.base = base
         self.starts: list[int] = []
         self.arrays: dict[str, Any] = {}
@@ -430,16 +452,35 @@ class _Recorded:
     max_dynamic_shared_size_bytes: int = 0
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], arguments: Arrays, *, shared_mem: int) -> None:
-        packed = bytearray(arguments[0].tobytes())
-        words = memoryview(packed).cast("q")
+        words = array("q", arguments[0].tobytes())
         base, starts = self.recorder.base, self.recorder.starts
         addresses = []
         for word, value in enumerate(words):
-            if value >= base and (array := (value - base) // _APART) < len(starts):
-                addresses.append((word, array, value - starts[array]))
+            if value >= base and (number := (value - base) // _APART) < len(starts):
+                addresses.append((word, number, value - starts[number]))
                 words[word] = 0
-        launch = Launch(self.source, self.name, grid, block, shared_mem, bytes(packed), tuple(addresses))
+        launch = Launch(self.source, self.name, grid, block, shared_mem, words, tuple(addresses))
         self.recorder.steps.append(launch)
+
+
+Fresh = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
+_ALIGNED = 512  # bytes, as CuPy and torch allocate
+
+
+def _joined(fresh: Sequence[Fresh], apart: Sequence[bool]) -> tuple[tuple[Fresh, ...], tuple[tuple[int, int], ...]]:
+    """What is allocated for these arrays, those that are not apart as one, the last; and where in it each is."""
+    allocated: list[Fresh] = []
+    parts, size = [], 0
+    for (shape, dtype), alone in zip(fresh, apart, strict=True):
+        if alone:
+            parts.append((len(allocated), 0))
+            allocated.append((shape, dtype))
+        else:
+            parts.append((-1, size))
+            size += -(-prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED
+    if not all(apart):
+        allocated.append(((size,), np.dtype(np.uint8)))
+    return tuple(allocated), tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -451,7 +492,9 @@ class Launches:
     exact: tuple[int, ...]  # arguments that may be what is written, at the same address
     hint: str  # what to say where something else overlaps
     spans: tuple[tuple[int, int], ...]  # each argument's bytes, counted from its address
-    fresh: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...] = ()  # shapes and dtypes of what is allocated
+    fresh: tuple[Fresh, ...] = ()  # what is allocated
+    allocated: tuple[Fresh, ...] = ()  # the same, with all in one that only kernels see
+    parts: tuple[tuple[int, int], ...] = ()  # in which of these each of those is, and from which byte on
     steps: tuple[Launch | Copy | Do, ...] = ()
     results: tuple[int, ...] = ()
     plans: tuple[Hashable, ...] = ()  # of the call itself first, then of what it is made of
@@ -490,42 +533,50 @@ class Launches:
         if recorded[0] != recorded[-1]:
             raise AssertionError("what is launched depends on addresses otherwise than by having them in a struct")
         fresh, steps, numbers = recorded[0]
-        launches = replace(self, fresh=fresh, steps=steps, results=numbers, plans=tuple(place.plans))
+        seen = {*numbers, *(view.array for step in steps if not isinstance(step, Launch) for view in step.views)}
+        # The CPU executor looks after each by itself.
+        apart = [given.host is not None or i in seen for i in range(len(given.arrays), len(given.arrays) + len(fresh))]
+        allocated, parts = _joined(fresh, apart)
+        launches = replace(self, fresh=fresh, allocated=allocated, parts=parts, steps=steps, results=numbers,
+                           plans=tuple(place.plans))  # fmt: skip
         Told.tell(launches)
         return launches
+
+    @cached_property
+    def _pairs(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Arguments one of which is written, and how far the second may begin before and after the first."""
+        spans = self.spans
+        return tuple(
+            (target, i, spans[target][0] - high, spans[target][1] - low)
+            for target in (*self.changed, *self.written)
+            for i, (low, high) in enumerate(spans)
+            if i != target and low < high
+        )
 
     def check_apart(self, given: Given) -> None:
         """Nothing that is written overlaps another argument."""
         addresses = given.addresses
-        for target in (*self.changed, *self.written):
-            low, high = self.spans[target]
-            low, high = addresses[target] + low, addresses[target] + high
-            for i, (below, above) in enumerate(self.spans):
-                if (
-                    addresses[i] + below < high
-                    and low < addresses[i] + above
-                    and i != target
-                    and not (i in self.exact and addresses[i] == addresses[target])
-                    and _overlap(given.arrays[target], given.arrays[i])
-                ):
-                    raise ValueError(f"{given.names[target]} overlaps {given.names[i]} in memory{self.hint}")
+        for target, i, before, after in self._pairs:
+            if (
+                before < addresses[i] - addresses[target] < after
+                and not (i in self.exact and addresses[i] == addresses[target])
+                and _overlap(given.arrays[target], given.arrays[i])
+            ):
+                raise ValueError(f"{given.names[target]} overlaps {given.names[i]} in memory{self.hint}")
 
     @cached_property
-    def _copies(self) -> bool:
-        return any(not isinstance(step, Launch) for step in self.steps)
+    def _launches_only(self) -> bool:
+        return all(isinstance(step, Launch) for step in self.steps)
 
     def run(self, given: Given) -> tuple[Array, ...]:
         """Allocate, launch, and give the results: of tensors, tensors, but CuPy's arrays where there is to copy."""
-        if given.tensors is not None and not self._copies:
-            with given.torch.device, given.torch.stream:
-                return self._run(given, given.torch, given.tensors)
-        place = given.place()
+        place = given.place(on_tensors=self._launches_only)
         if place is not None:
             return self._run(given, place)
-        with given.current() as place:
+        with given.current(on_tensors=self._launches_only) as place:
             return self._run(given, place)
 
-    def _run(self, given: Given, place: Any, tensors: Arrays | None = None) -> tuple[Array, ...]:
+    def _run(self, given: Given, place: Any) -> tuple[Array, ...]:
         if given.device is None:  # the CPU executor checks what kernels touch
             apart = (*self.changed, *self.written)
             place.keep(*(x for i, x in enumerate(given.arrays) if x is not None and i not in apart))
@@ -533,10 +584,12 @@ class Launches:
                 place.update(given.arrays[i])
             for i in self.written:
                 place.pointer(given.arrays[i])
-        arrays, addresses = [*(tensors or given.arrays)], [*given.addresses]
-        for shape, dtype in self.fresh:
-            arrays.append(place.allocate(shape, dtype))
-            addresses.append(place.pointer(arrays[-1]))
+        arrays: list[Any] = [*(given.tensors if place is given.torch else given.arrays)]
+        addresses = [*given.addresses]
+        made = [place.allocate(shape, dtype) for shape, dtype in self.allocated]
+        for i, start in self.parts:
+            arrays.append(made[i])
+            addresses.append(place.pointer(made[i]) + start)
         if watcher is not None:
             watcher(self, given, place, arrays, addresses)
         else:

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -22,19 +23,55 @@ class CompileError(RuntimeError):
     """A kernel's text did not compile; the message is the compiler's, with file and line in cuda_src/."""
 
 
+# Dynamic shared memory that a kernel may have unasked: of 48 KiB, what is static is taken off.
+STATIC_LIMIT = 16 * 1024
+
+
+class Kernel:
+    """A kernel of CuPy's, which `start` launches in half the time of a call."""
+
+    def __init__(self, kernel: Any) -> None:
+        import cupy
+
+        self._kernel, self._address, self._cuda = kernel, kernel.kernel.ptr, cupy.cuda
+        self._shared, self._lock = STATIC_LIMIT, threading.Lock()
+
+    def __call__(self, *args: Any, **more: Any) -> None:
+        self._kernel(*args, **more)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+    def start(self, grid: tuple[int, ...], threads: int, struct: array[int], shared: int, stream: int) -> None:
+        """Launch with one argument, whose words are changed, on a stream of the current device."""
+        if shared > self._shared:
+            with self._lock:
+                self._kernel.max_dynamic_shared_size_bytes = self._shared = max(shared, self._shared)
+        struct.append(0)
+        address, count = struct.buffer_info()
+        struct[-1] = address  # the list of arguments
+        x, y = grid if len(grid) == 2 else (*grid, 1)
+        launch = (self._address, x, y, 1, threads, 1, 1, shared, stream, address + 8 * count - 8, 0)
+        try:
+            self._cuda.driver.launchKernel(*launch)
+        except self._cuda.driver.CUDADriverError:
+            self._cuda.runtime.memGetInfo()  # what a thread begins with: it makes the device's context current
+            self._cuda.driver.launchKernel(*launch)
+
+
 class _CupyModules:
     """Modules of one device, compiled on first use and cached on disk by CuPy."""
 
     def __init__(self) -> None:
-        self._functions: dict[tuple[str, str], Callable[..., None]] = {}
+        self._functions: dict[tuple[str, str], Kernel] = {}
         self._modules: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    def get_function(self, source: KernelSource, name: str) -> Callable[..., None]:
+    def get_function(self, source: KernelSource, name: str) -> Kernel:
         function = self._functions.get((source.text, name))
         return function or self._load(source, name)
 
-    def _load(self, source: KernelSource, name: str) -> Callable[..., None]:
+    def _load(self, source: KernelSource, name: str) -> Kernel:
         import cupy
 
         with self._lock:
@@ -48,7 +85,7 @@ class _CupyModules:
                 self._modules[source.text] = module
                 if folder := os.environ.get("CUSCAN_DUMP"):
                     dump(source, Path(folder), int(cupy.cuda.Device().compute_capability))
-            function: Callable[..., None] = module.get_function(name)
+            function = Kernel(module.get_function(name))
             self._functions[source.text, name] = function
             return function
 

@@ -110,17 +110,18 @@ def linear_scan(
     return_last_state = _arrays.check_flag("return_last_state", return_last_state)
     if a is None:
         raise TypeError("a must be an array or a scalar, got None")
-    gate, initial = (complex(x) if _arrays.is_python_scalar(x) else None for x in (a, h0))
+    gate = complex(a) if _arrays.is_python_scalar(a) else None
+    initial = complex(h0) if _arrays.is_python_scalar(h0) else None
     arrays = (a if gate is None else None, b, h0 if initial is None else None, out, mask, reset, cu_seqlens)
     # What is equal need not be the same: 0.0 and -0.0, 1 and True.
-    key = type(axis), axis, reverse, return_last_state, out_dtype, repr((gate, initial))
+    key = type(axis), axis, reverse, return_last_state, out_dtype, repr(gate), repr(initial)
     given = _calls.Given(_NAMES, arrays, key)
     ready = _READY.get(given.signature)
     if ready is None:
         options = _Options(axis, reverse, return_last_state, out_dtype, gate, initial)
         ready = _READY.put(given.signature, _make_ready(given, options))
     ready.launches.check_apart(given)
-    if (offsets := given.values(_OFFSETS)) is not None:
+    if cu_seqlens is not None and (offsets := given.values(_OFFSETS)) is not None:
         _arrays.check_offsets(offsets, _shards.whole(ready.length))
     results = _run_numpy(given.arrays, ready) if given.in_numpy else ready.launches.run(given)
     return results if return_last_state else results[0]

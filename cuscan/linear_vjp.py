@@ -99,14 +99,15 @@ def linear_scan_vjp(
         raise TypeError("a must be an array or a scalar, got None")
     if grad_h is None and grad_last_state is None and _shards.current() is None:
         raise ValueError("grad_h or grad_last_state must be given: without both all gradients are zero")
-    gate, initial = (complex(x) if _arrays.is_python_scalar(x) else None for x in (a, h0))
+    gate = complex(a) if _arrays.is_python_scalar(a) else None
+    initial = complex(h0) if _arrays.is_python_scalar(h0) else None
     inputs = (a if gate is None else None, h, grad_h, h0 if initial is None else None)
     arrays = (*inputs, grad_last_state, mask, reset, cu_seqlens)
     options = _Options(axis, reverse, grad_dtype, gate, initial)
     bits = [None if x is None else struct.pack("2d", x.real, x.imag) for x in (gate, initial)]
     given = _calls.Given(_NAMES, arrays, (type(axis), *options[:3], *bits))
     ready = _READY.get(given.signature) or _READY.put(given.signature, _make_ready(given, options))
-    if (offsets := given.values(_OFFSETS)) is not None:
+    if cu_seqlens is not None and (offsets := given.values(_OFFSETS)) is not None:
         _arrays.check_offsets(offsets, _shards.whole(ready.length))
     gradients = iter(_run_numpy(given.arrays, ready) if given.in_numpy else ready.launches.run(given))
     return LinearGradients(*(None if dtype is None else next(gradients) for dtype in ready.dtypes))

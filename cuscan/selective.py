@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -154,16 +155,27 @@ def selective_scan(
         ready = _make_ready(given, Options(delta_softplus, limits, reverse), wanted)
         _READY.put(given.signature, ready)
     ready.launches.check_apart(given)
-    if (offsets := given.values(_OFFSETS)) is not None:
+    results = results_of(given, cu_seqlens, ready, _run_numpy, _launch_all)
+    return results if len(results) > 1 else results[0]
+
+
+def results_of(
+    given: _calls.Given,
+    cu_seqlens: Any,
+    ready: Any,
+    in_numpy: Callable[[dict[str, Any], Any], tuple[Array, ...]],
+    launch_all: Callable[[Place, dict[str, Any], Any], tuple[Array, ...]],
+) -> tuple[Array, ...]:
+    """Of a call, of selective_scan_vjp too, whose signature is ready."""
+    if cu_seqlens is not None and (offsets := given.values(_OFFSETS)) is not None:
         _arrays.check_offsets(offsets, _shards.whole(ready.sizes.length))
     if given.in_numpy:
-        results = _run_numpy(given.by_name(), ready)
-    elif ready.sizes.at_once:
-        with given.current() as place:
-            results = _launch_all(place, given.by_name(), ready)
-    else:
-        results = ready.launches.run(given)
-    return results if len(results) > 1 else results[0]
+        return in_numpy(given.by_name(), ready)
+    if ready.launches.steps:
+        results: tuple[Array, ...] = ready.launches.run(given)
+        return results
+    with given.current() as place:
+        return launch_all(place, given.by_name(), ready)
 
 
 _NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "h0", "mask", "reset", "cu_seqlens", "out")

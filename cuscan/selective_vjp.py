@@ -124,23 +124,14 @@ def selective_scan_vjp(
     if ready is None:
         options = selective.Options(delta_softplus, limits, reverse)
         ready = _READY.put(given.signature, _make_ready(given, options, layout, grad_dtype))
-    if (offsets := given.values(_OFFSETS)) is not None:
-        _arrays.check_offsets(offsets, _shards.whole(ready.sizes.length))
-    if given.in_numpy:
-        results = _run_numpy(given.by_name(), ready)
-    elif ready.sizes.at_once:
-        with given.current() as place:
-            results = _launch_all(place, given.by_name(), ready)
-    else:
-        results = ready.launches.run(given)
-    gradients = iter(results)
+    gradients = iter(selective.results_of(given, cu_seqlens, ready, _run_numpy, _launch_all))
     return SelectiveGradients(*(None if dtype is None else next(gradients) for dtype in ready.dtypes))
 
 
 _NAMES = (
     *SelectiveGradients._fields, "mask", "reset", "cu_seqlens", "grad_out", "grad_last_state", "states"
 )  # fmt: skip
-_REQUIRED, _OFFSETS = _NAMES[:5], 11
+_REQUIRED = _NAMES[:5]
 
 
 class _Ready(NamedTuple):

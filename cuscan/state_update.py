@@ -138,7 +138,7 @@ def _update(arrays: _calls.Arrays, options: _Options) -> Any:
     given = _calls.Given(_NAMES, arrays, key, _refuse_jax)
     ready = _READY.get(given.signature) or _READY.put(given.signature, _make_ready(given, options))
     ready.launches.check_apart(given)
-    if (indices := given.values(_INDICES)) is not None:
+    if arrays[_INDICES] is not None and (indices := given.values(_INDICES)) is not None:
         _check_slots(indices, ready.slots)
     result = _run_numpy(given.arrays, ready, options) if given.in_numpy else ready.launches.run(given)[0]
     return result if arrays[_OUT] is None else arrays[_OUT]

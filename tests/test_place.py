@@ -199,7 +199,7 @@ def test_processes_that_race_on_a_cold_cache(tmp_path):
 class FakeCupy:
     """What CupyPlace asks of CuPy."""
 
-    empty = staticmethod(np.empty)
+    empty, ptr = staticmethod(np.empty), 0
 
     def __init__(self):
         self.cuda = self

@@ -700,7 +700,7 @@ class TorchsCupy(test_calls.FakeCupy):
     def __init__(self, modules):
         super().__init__(modules)
         self.Stream = self
-        self.current = []
+        self.current, self.ptr = [], 1234
 
         class Array(self.ndarray):
             __module__ = "cupy"
@@ -723,6 +723,10 @@ class TorchsCupy(test_calls.FakeCupy):
 
     def entered(self, what):
         return Entered(self.current, what)
+
+    def launchKernel(self, *launch):  # noqa: N802 CuPy's name
+        assert self.device == 0 or ("device", 0) in self.current
+        super().launchKernel(*launch)
 
     def Device(self, number):  # noqa: N802 CuPy's name
         return self.entered(("device", number))
@@ -755,7 +759,8 @@ class TorchsGpu(interop._Gpu):
     """The CPU as device 0."""
 
     def __init__(self, cupy):
-        super().__init__(cupy, torch.device("cpu", 0))
+        super().__init__(cupy, torch.empty(0))
+        self.index = 0
 
     def known(self, x):
         memory = x.untyped_storage()
@@ -767,8 +772,6 @@ class TorchsGpu(interop._Gpu):
         return super().results(function, x)
 
     def allocate(self, shape, dtype):
-        current = dict(self._cupy.current)
-        assert (current["device"], current["stream"]) == (0, (0, 1234))
         self._cupy.allocated.append(self.known(super().allocate(shape, dtype)))
         return self._cupy.allocated[-1]
 
@@ -830,7 +833,11 @@ def test_calls_on_a_gpu_that_only_launch_make_no_arrays(no_gpu, monkeypatch, upd
         patch.setattr(interop._Gpu, "array", None)
         for mine, its in zip(run(), expected, strict=True):
             assert torch.equal(mine, its)
-    assert len(no_gpu.launched) == 2 * launched
+        no_gpu.device = 1  # another is current
+        for mine, its in zip(run(), expected, strict=True):
+            assert torch.equal(mine, its)
+        no_gpu.device = 0
+    assert len(no_gpu.launched) == 3 * launched
     odd = torch.frombuffer(bytearray(1281), dtype=F32, offset=1).view(2, 40, 4)
     for _ in range(2):
         odd[...] = b
@@ -851,7 +858,8 @@ def test_calls_on_a_gpu_that_only_launch_make_no_arrays(no_gpu, monkeypatch, upd
 
 def test_arrays_of_cupy_share_memory():
     cupy = pytest.importorskip("cupy", reason="no CUDA device: CuPy is not installed")
-    gpu = interop._Gpu(cupy, torch.device("cpu", 0))
+    gpu = interop._Gpu(cupy, torch.empty(0))
+    gpu.index = 0
     for dtype in EVERY_DTYPE:
         x = torch.arange(24).reshape(2, 3, 4).to(dtype)
         for view in (x, x.mT, x[1, ::2, 1:], x[0, 0, 0], x[:, :0], x[:, :1].expand(2, 5, 4)):

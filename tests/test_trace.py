@@ -150,15 +150,16 @@ def test_a_closed_trace_costs_nothing():
         def _run(self, given, place):
             if given.device is None:
                 raise AssertionError
-            arrays, addresses = [*given.arrays], [*given.addresses]
-            for shape, dtype in self.fresh:
-                arrays.append(place.allocate(shape, dtype))
-                addresses.append(place.pointer(arrays[-1]))
+            arrays, addresses = [*(given.tensors if place is given.torch else given.arrays)], [*given.addresses]
+            made = [place.allocate(shape, dtype) for shape, dtype in self.allocated]
+            for i, start in self.parts:
+                arrays.append(made[i])
+                addresses.append(place.pointer(made[i]) + start)
             for step in self.steps:
                 step.run(place, arrays, addresses)
             return tuple([arrays[i] for i in self.results])
 
-    given = types.SimpleNamespace(device=0, arrays=(), addresses=())
+    given = types.SimpleNamespace(device=0, arrays=(), addresses=(), torch=0)
     watching, bare = (kind((), (), (), "", ()) for kind in (_calls.Launches, Bare))
     times = {watching: [], bare: []}
     for _ in range(20):

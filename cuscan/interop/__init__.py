@@ -19,11 +19,12 @@ def routed(function: _Function) -> _Function:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         # torch.compile follows this, and what is below it does not. While torch is being imported it has no Tensor yet.
-        tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-        if tensor is not None and any(isinstance(x, tensor) for x in (*args, *kwargs.values())):
-            from . import torch
+        tensor: Any = getattr(sys.modules.get("torch"), "Tensor", None)
+        for x in (*args, *kwargs.values()) if tensor is not None else ():
+            if isinstance(x, tensor):
+                from . import torch
 
-            return getattr(torch, function.__name__)(*args, **kwargs)
+                return getattr(torch, function.__name__)(*args, **kwargs)
         try:
             return function(*args, **kwargs)
         except ForeignError as foreign:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache, reduce
 from typing import Any
@@ -57,8 +58,8 @@ class _Gpu:
     For all else, tensors as CuPy arrays over the same memory, and arrays that a call makes as tensors.
     """
 
-    def __init__(self, cupy: Any, device: Any) -> None:
-        self._cupy, self._device, self.index = cupy, device, device.index
+    def __init__(self, cupy: Any, like: Tensor) -> None:
+        self._cupy, self._like, self.index = cupy, like, like.get_device()
         self._made: dict[int, Tensor] = {}
 
     def results(self, function: Callable[..., Any], x: Arguments) -> Any:
@@ -69,18 +70,13 @@ class _Gpu:
         finally:
             _calls.tensor_place.reset(token)
 
-    @property
-    def device(self) -> Any:
-        """The GPU, for CuPy to make current."""
-        return self._cupy.cuda.Device(self.index)
-
-    @property
-    def stream(self) -> Any:
-        """Torch's current stream, for CuPy to make current."""
-        # What torch.cuda.current_stream makes an object of.
-        return _stream(self._cupy.cuda, torch._C._cuda_getCurrentRawStream(self.index))  # noqa: SLF001
-
     # A Place, where there is only to launch.
+
+    @property
+    def stream(self) -> int:
+        """Torch's current stream."""
+        # What torch.cuda.current_stream makes an object of.
+        return int(torch._C._cuda_getCurrentRawStream(self.index))  # noqa: SLF001
 
     @property
     def modules(self) -> Any:
@@ -89,7 +85,7 @@ class _Gpu:
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
         """A contiguous tensor."""
-        return torch.empty(shape, dtype=_cached_torch_dtype(dtype), device=self._device)
+        return self._like.new_empty(shape, dtype=_cached_torch_dtype(dtype))  # torch.empty takes longer
 
     def pointer(self, x: Tensor) -> int:
         """Where it begins."""
@@ -104,12 +100,14 @@ class _Gpu:
         Torch hands out again in the stream's order what is freed, also while a graph is captured. So scratch may go
         when a call ends, and the Workspace, where CuPy's memory is kept during a capture, is one that is thrown away.
         """
-        with self.device, self.stream, self._cupy.cuda.using_allocator(self.memory), Workspace():
+        cuda = self._cupy.cuda
+        stream = _stream(cuda, self.stream)
+        with cuda.Device(self.index), stream, cuda.using_allocator(self.memory), Workspace():
             yield
 
     def memory(self, size: int) -> Any:
         """So many bytes, as CuPy's allocators give them."""
-        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        memory = self._like.new_empty(size, dtype=torch.uint8)
         self._made[memory.data_ptr()] = memory
         return self._pointer(memory, size)
 
@@ -130,7 +128,7 @@ class _Gpu:
             return x
         dtype = _torch_dtype(x.dtype)
         if x.size == 0:
-            return torch.empty(x.shape, dtype=dtype, device=self._device)
+            return self._like.new_empty(x.shape, dtype=dtype)
         return self._made[x.data.ptr].view(dtype).view(x.shape)
 
 
@@ -160,14 +158,14 @@ class _Cpu:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype.kind == "V" else torch.from_numpy(x)
 
 
-def _place(device: Any) -> Any:
-    """Where tensors of a device are."""
-    return _Cpu if device.type == "cpu" else _Gpu(_cupy("the tensors are on a GPU"), device)
+def _place(like: Tensor) -> Any:
+    """Where a tensor is."""
+    return _Cpu if like.is_cpu else _Gpu(sys.modules.get("cupy") or _cupy("the tensors are on a GPU"), like)
 
 
 def _run(function: Callable[..., Any], x: Arguments, like: Tensor) -> tuple[Tensor, ...]:
     """What a function on arrays gives for tensors: `like` is one of them."""
-    place = _place(like.device)
+    place = _place(like)
     found = place.results(function, x)
     if not isinstance(found, tuple):
         found = (found,)
@@ -380,8 +378,8 @@ def _gradients(
 
     def kernel(x: Arguments) -> list[Tensor]:
         found = _run(function, {**x, "grad_dtype": _numpy_dtype(x["grad_dtype"])}, _like(x))
-        by_name = dict(zip(fields, found, strict=True))
-        return [by_name[each] for each in sizes(x)]
+        wanted = _wanted(fields, x)
+        return [each for name, each in zip(fields, found, strict=True) if name in wanted]
 
     def fake(x: Arguments) -> list[Tensor]:
         wanted = x["grad_dtype"]
@@ -396,6 +394,11 @@ def _gradients(
     made = _Operator(f"{name}_vjp", f"{arguments}, ScalarType? grad_dtype", "Tensor[]", kernel, fake)
     made.differentiate(lambda *_: {}, refuse)
     return made
+
+
+def _wanted(fields: Sequence[str], x: Arguments) -> list[str]:
+    """The gradients that an operator gives: linear_scan's b is not among its arguments, and is always there."""
+    return [name for name in fields if name == "b" or x[name] is not None]
 
 
 def _readable(x: Tensor, dtype: Any) -> Tensor:
@@ -421,7 +424,7 @@ def _check(required: Sequence[str], tensors: Arguments) -> list[Tensor]:
             raise TypeError(f"{name} must be of a type of {', '.join(_ITEMS.values())}, got {x.dtype}")
         if device is None:
             first, device = name, x.device
-        if x.device != device:
+        elif x.device != device:
             raise ValueError(f"all tensors must be on one device, but {first} is on {device}, {name} on {x.device}")
         given.append(x)
     return given
@@ -437,6 +440,8 @@ def _needs_gradient(tensors: list[Tensor]) -> bool:
 
 def _autocast(like: Tensor) -> Any:
     """The type that autocast is for, if it is on where this tensor is."""
+    if not torch._C._is_any_autocast_enabled():  # noqa: SLF001 which takes less than the questions below
+        return None
     device = like.device.type
     if device == "meta" or like.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return None
@@ -584,8 +589,8 @@ _LINEAR_VJP = _gradients(
 
 
 def _linear_gradients(x: Arguments) -> dict[str, Tensor]:
-    found = dict(zip(_linear_gradient_sizes(x), _LINEAR_VJP(x), strict=True))
-    return {name: found.get(name) for name in linear_vjp.LinearGradients._fields}
+    fields = linear_vjp.LinearGradients._fields
+    return dict.fromkeys(fields) | dict(zip(_wanted(fields, x), _LINEAR_VJP(x), strict=True))
 
 
 def _save_linear(ctx: Any, x: Arguments, results: tuple[Tensor, Tensor]) -> Arguments:
@@ -798,8 +803,8 @@ _SELECTIVE_VJP = _gradients(
 
 
 def _selective_gradients(x: Arguments) -> dict[str, Tensor]:
-    found = dict(zip(_selective_gradient_sizes(x), _SELECTIVE_VJP(x), strict=True))
-    return {name: found.get(name) for name in selective_vjp.SelectiveGradients._fields}
+    fields = selective_vjp.SelectiveGradients._fields
+    return dict.fromkeys(fields) | dict(zip(_wanted(fields, x), _SELECTIVE_VJP(x), strict=True))
 
 
 def _save_selective(ctx: Any, x: Arguments, results: tuple[Tensor, ...]) -> Arguments:
