@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train = commands.add_parser("train", help="train a small Mamba on the topics of help(), byte by byte")
     train.add_argument("--out", type=Path, default=Path("model"), metavar="DIR", help="the checkpoint (default: model)")
     for option, default, meaning in (
-        ("seed", 0, "of the first weights and the batches"), ("steps", 2000, "of the optimizer"),
+        ("seed", 0, "of the first weights and the batches"), ("steps", 400, "of the optimizer"),
         ("width", 128, "of the residual stream"), ("layers", 4, "blocks"),
         ("batch", 16, "rows of a step"), ("length", 512, "bytes of a row"),
     ):  # fmt: skip
