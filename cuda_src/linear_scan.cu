@@ -4,7 +4,8 @@
 // (mask, reset, packed sequences):
 //
 //   rows   the lanes of a warp own 32 neighbouring rows and walk time, each thread kSteps steps at once.
-//          For rows that lie side by side in memory.
+//          For rows that lie side by side in memory. Where they are of 16-bit items, a thread takes two of them as one
+//          (Pair), if their addresses allow it: each has the bits it has alone.
 //   time   the lanes of a warp own neighbouring packs of 16 bytes along time, each thread kRounds of them.
 //          For time that is contiguous, or for few rows. A tile is loaded into shared memory while the one before it is
 //          worked on.
@@ -32,9 +33,9 @@ enum Part { kApply, kSummarise, kOnePass };
 
 // The one place where a step is formed. One that does not exist (the tail of a tile) or is masked is the identity, by
 // selection: whatever was read for it does not enter.
-template <class T, class S>
-__device__ __forceinline__ Affine<S> make_step(const LinearArgs& args, T gate, T input, bool counts) {
-  Affine<S> step = {args.gate.start ? widen(gate) : constant_gate(args, S()), widen(input)};
+template <class S, class Tag>
+__device__ __forceinline__ Affine<S> make_step(const LinearArgs& args, S gate, S input, bool counts, Tag) {
+  Affine<S> step = {Tag::gates || args.gate.start ? gate : constant_gate(args, S()), input};
   return counts ? step : Affine<S>::identity();
 }
 
@@ -47,23 +48,25 @@ constexpr int kStepBytes = 64;  // of a thread's states in a tile
 template <class T>
 struct Steps {
   using S = typename Accumulated<T>::type;
-  static constexpr int kSteps = kStepBytes / sizeof(S) / (sizeof(S) == 16 ? 2 : 1);  // registers are few
+  static constexpr int kSteps =
+      RowsOf<S>::kRows * kStepBytes / sizeof(S) / (sizeof(S) == 16 ? 2 : 1);  // registers are few
   T gates[kSteps], inputs[kSteps];
 
-  // Starts loading the first `steps` steps; `whole`: are they all of them, in every lane?
+  // Starts loading the first `steps` steps; `whole`: are they all of them, in every lane? What is not loaded is given a
+  // value, or it would stay in registers from tile to tile.
   __device__ __forceinline__ void start(const LinearArgs& args, const char* gate_at, const char* input_at, int steps,
                                         bool whole) {
     if (whole) {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s, gate_at += args.gate.time, input_at += args.input.time) {
-        if (args.gate.start) gates[s] = load_item<T>(gate_at);
+        gates[s] = args.gate.start ? load_item<T>(gate_at) : T();
         inputs[s] = load_item<T>(input_at);
       }
     } else {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s, gate_at += args.gate.time, input_at += args.input.time) {
-        if (s < steps && args.gate.start) gates[s] = load_item<T>(gate_at);
-        if (s < steps) inputs[s] = load_item<T>(input_at);
+        gates[s] = s < steps && args.gate.start ? load_item<T>(gate_at) : T();
+        inputs[s] = s < steps ? load_item<T>(input_at) : T();
       }
     }
   }
@@ -156,7 +159,8 @@ __device__ __forceinline__ void linear_rows(const LinearArgs& args, unsigned cha
                      int s, auto tag) -> Map {
     const bool kWhole = tag.value;
     const bool counts = kWhole || (s < steps && !(kSegmented && marks.masked >> s & 1));
-    Affine<S> step = make_step<T, S>(args, raw.gate(args, s, steps, kWhole), raw.input(s, steps, kWhole), counts);
+    Affine<S> step =
+        make_step<S>(args, widen(raw.gate(args, s, steps, kWhole)), widen(raw.input(s, steps, kWhole)), counts, tag);
     if constexpr (kSegmented) {
       if (marks.starts >> s & 1) step.input = apply(step, sequence_initial<S>(args, item.at, position + s));
       return {step.gate, step.input, (marks.resets | marks.starts) >> s & 1};
@@ -205,7 +209,7 @@ __device__ __forceinline__ void linear_rows(const LinearArgs& args, unsigned cha
     // The identity steps of a tail leave the state as it is, so this is h[length - 1] to the bit.
     if (args.last.start && !(kSegmented && args.ids) && steps > 0 && item.end == args.length &&
         position + kSteps >= item.end)
-      *reinterpret_cast<S*>(at.last) = entering;
+      *reinterpret_cast<S*>(locate_row(args, item.row).last) = entering;
     return entering;
   };
 
@@ -310,14 +314,21 @@ struct Run {
   Map map[kCount];
 };
 
+// Where a thread's first step in a tile is, in bytes from each array's start: of a pointer that goes from tile to tile
+// the compiler would not know that it is one to global memory.
+struct TimePlace {
+  long long gate, input, output;
+};
+
 // A tile that a warp works on: the chunk of a row that is item `first` + slot of all, from `base` on.
 struct TimeTile {
   long long first, row, chunk, base;
+  TimePlace place;
 };
 
 // A thread's part of it.
 struct TimeView {
-  LinearRow at;
+  LinearRow at;        // with segments
   long long position;  // of its first step
   int left;            // of its steps those below this exist; the bound is more than it looks at
   StepMarks marks;     // bit r * kItems + v
@@ -338,15 +349,27 @@ __device__ __forceinline__ void linear_time(const LinearArgs& args, unsigned cha
   const int step = args.row_warps * kRounds * kApart, offset = (warp_in_row * kRounds * 32 + lane) * kItems;
   int parity = 0;
   Carry<Map, kPart == kSummarise> carry;
+  // A pack's gates and inputs; those of 16 bits stay in registers from fold to finish.
+  using Raw = Two<Items<T, kItems>>;
+  constexpr bool kKept = sizeof(T) == 2;
+  Raw kept[kKept ? kRounds : 1];
 
+  auto locate = [&](const TimeTile& tile) -> TimePlace {
+    const LinearRow at = locate_row(args, tile.row);
+    const long long position = tile.base + offset;
+    return {at.gate - args.gate.start + position * args.gate.time,
+            at.input - args.input.start + position * args.input.time,
+            at.output - args.output.start + position * args.output.time};
+  };
   auto tile_of = [&](long long first) -> TimeTile {
-    TimeTile tile = {first, 0, 0, 0};
+    TimeTile tile = {first, 0, 0, 0, {}};
     const long long item = first + slot < items ? first + slot : 0;
     if (kPart == kOnePass)
       tile.chunk = divide(item, args.rows, tile.row);
     else
       tile.row = divide(item, args.chunks, tile.chunk);
     tile.base = tile.chunk * args.chunk;
+    tile.place = locate(tile);
     return tile;
   };
   auto end_of = [&](const TimeTile& tile) {
@@ -359,26 +382,29 @@ __device__ __forceinline__ void linear_time(const LinearArgs& args, unsigned cha
     return left < 0 ? 0 : left < 2 * kRounds * kApart ? (int)left : 2 * kRounds * kApart;
   };
   auto start = [&](const TimeTile& tile, int stage) {
-    const LinearRow at = locate_row(args, tile.row);
-    const long long position = tile.base + offset;
     const Slots packs(memory, stage);
-    if (args.gate.start) packs.start(0, args.gate, at.gate + position * args.gate.time, left_at(tile));
-    packs.start(1, args.input, at.input + position * args.input.time, left_at(tile));
+    const int left = left_at(tile);
+    if (args.gate.start) packs.start(0, args.gate, args.gate.start + tile.place.gate, left);
+    packs.start(1, args.input, args.input.start + tile.place.input, left);
   };
   // The tile after this: of the same chunk, of which every slot of the block takes as many as a whole one has, or the
   // first of another.
   auto after = [&](TimeTile tile) {
     tile.base += step;
+    tile.place.gate += step * args.gate.time;
+    tile.place.input += step * args.input.time;
+    tile.place.output += step * args.output.time;
     if (tile.base < tile.chunk * args.chunk + args.chunk) return tile;
     return tile_of(tile.first + (long long)gridDim.x * slots);
   };
   auto view_of = [&](const TimeTile& tile) -> TimeView {
     const long long first = tile.base + offset - lane * kItems;  // of the warp
     const bool real = tile.first + slot < items;
-    TimeView view = {locate_row(args, tile.row), tile.base + offset, left_at(tile), {0, 0, 0, 0}, false};
+    TimeView view = {{}, tile.base + offset, left_at(tile), {0, 0, 0, 0}, false};
     view.whole =
         real && end_of(tile) - first >= kRounds * kApart && args.input.packs && (args.gate.packs || !args.gate.start);
     if constexpr (kSegmented) {
+      view.at = locate_row(args, tile.row);
       // One look of the whole warp tells whether anything is special at all.
       const StepMarks* row_marks = reinterpret_cast<const StepMarks*>(view.at.marks);
       const long long word = first / kMarkSteps + lane;
@@ -403,19 +429,29 @@ __device__ __forceinline__ void linear_time(const LinearArgs& args, unsigned cha
     }
     return view;
   };
-  // The maps of a pack's steps.
-  auto maps_of = [&](const TimeView& view, const Slots& packs, int r, auto tag) -> Run<Map, kItems> {
+  auto read = [&](const TimeView& view, int stage, int r, auto tag) -> Raw {
+    const Slots packs(memory, stage);
+    Raw raw = {};  // what is not always read would stay in registers from tile to tile
+    if (args.gate.start) raw.first = packs.read(tag, 0, args.gate, r, view.left);
+    raw.second = packs.read(tag, 1, args.input, r, view.left);
+    return raw;
+  };
+  auto again = [&](const TimeView& view, int stage, int r, auto tag) -> Raw {
+    if constexpr (kKept)
+      return kept[r];
+    else
+      return read(view, stage, r, tag);
+  };
+  // The maps of a pack's steps, from its gates and inputs.
+  auto maps_of = [&](const TimeView& view, const Raw& raw, int r, auto tag) -> Run<Map, kItems> {
     const bool kWhole = tag.value;
     const StepMarks& marks = view.marks;
     Run<Map, kItems> run;
-    Pack<T> gates, inputs;
-    if (args.gate.start) gates = packs.read(tag, 0, args.gate, r, view.left);
-    inputs = packs.read(tag, 1, args.input, r, view.left);
 #pragma unroll
     for (int v = 0; v < kItems; ++v) {
       const int bit = r * kItems + v;
       const bool counts = kWhole || (r * kApart + v < view.left && !(kSegmented && marks.masked >> bit & 1));
-      Affine<S> own = make_step<T, S>(args, gates.item[v], inputs.item[v], counts);
+      Affine<S> own = make_step<S>(args, raw.first.get(v), raw.second.get(v), counts, tag);
       if constexpr (kSegmented) {
         if (!kWhole && marks.starts >> bit & 1)
           own.input = apply(own, sequence_initial<S>(args, view.at, view.position + r * kApart + v));
@@ -427,22 +463,33 @@ __device__ __forceinline__ void linear_time(const LinearArgs& args, unsigned cha
     }
     return run;
   };
+  // Works on a tile as what it is.
+  auto in_kind = [&](const TimeView& view, auto&& work) {
+    if (!view.whole) {
+      work(Partial());
+    } else if constexpr (kKept) {
+      if (args.gate.start)
+        work(Gated());
+      else
+        work(Whole());
+    } else {
+      work(Whole());
+    }
+  };
   // Folds a tile: in each round the packs up to the lane's own, and the whole part of the warp.
   auto fold = [&](const TimeView& view, int stage, Run<Map, kRounds>& inclusive) -> Map {
-    const Slots packs(memory, stage);
     auto fold_packs = [&](auto tag) {
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
-        const Run<Map, kItems> run = maps_of(view, packs, r, tag);
+        const Raw raw = read(view, stage, r, tag);
+        if constexpr (kKept) kept[r] = raw;
+        const Run<Map, kItems> run = maps_of(view, raw, r, tag);
         inclusive.map[r] = run.map[0];
 #pragma unroll
         for (int v = 1; v < kItems; ++v) inclusive.map[r] = combine(inclusive.map[r], run.map[v]);
       }
     };
-    if (view.whole)
-      fold_packs(Whole());
-    else
-      fold_packs(Partial());
+    in_kind(view, fold_packs);
     Map warp_map;
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
@@ -455,12 +502,11 @@ __device__ __forceinline__ void linear_time(const LinearArgs& args, unsigned cha
   // Applies it to the state that enters the warp's part.
   auto finish = [&](const TimeTile& tile, const TimeView& view, int stage, const Run<Map, kRounds>& inclusive,
                     S entering) {
-    const LinearRow& at = view.at;
     const long long position = view.position;
-    const bool ends = end_of(tile) == args.length;
     const int left = view.left;
+    const bool ends = args.last.start && !(kSegmented && args.ids) && end_of(tile) == args.length;
+    S last = Scalar<S>::zero();  // of the thread's steps that which is the row's last
     const StepMarks& marks = view.marks;
-    const Slots packs(memory, stage);
     S before[kRounds];  // the state that enters each pack
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
@@ -468,11 +514,11 @@ __device__ __forceinline__ void linear_time(const LinearArgs& args, unsigned cha
       before[r] = lane == 0 ? entering : apply(lower, entering);
       entering = apply(from_lane(inclusive.map[r], 31), entering);
     }
-    char* to = at.output + position * args.output.time;
+    char* to = args.output.start + tile.place.output;
     auto finish_packs = [&](auto tag) {
 #pragma unroll
       for (int r = 0; r < kRounds; ++r, to += kApart * args.output.time) {
-        const Run<Map, kItems> run = maps_of(view, packs, r, tag);
+        const Run<Map, kItems> run = maps_of(view, again(view, stage, r, tag), r, tag);
         S state[1][kItems];
         S running = before[r];
 #pragma unroll
@@ -481,23 +527,22 @@ __device__ __forceinline__ void linear_time(const LinearArgs& args, unsigned cha
           store_pack<T>(args.output, to, state[0]);
         else
           store_packs<T>(args.output, args.output_code, to, left - r * kApart, state);
-        if (args.last.start && !(kSegmented && args.ids) && ends) {
+        if (ends) {
 #pragma unroll
           for (int v = 0; v < kItems; ++v)
-            if (r * kApart + v == left - 1) *reinterpret_cast<S*>(at.last) = state[0][v];
+            if (r * kApart + v == left - 1) last = state[0][v];
         }
         if (kSegmented && args.last.start) {
 #pragma unroll
           for (int v = 0; v < kItems; ++v)
             if (marks.ends >> (r * kItems + v) & 1)
-              store_sequence_last(args, at, position + r * kApart + v, state[0][v]);
+              store_sequence_last(args, view.at, position + r * kApart + v, state[0][v]);
         }
       }
     };
-    if (view.whole)
-      finish_packs(Whole());
-    else
-      finish_packs(Partial());
+    in_kind(view, finish_packs);
+    if (ends && left > 0 && left <= Slots::kReach && (left - 1) % kApart < kItems)
+      *reinterpret_cast<S*>(locate_row(args, tile.row).last) = last;
   };
 
   if constexpr (kPart == kOnePass) {

@@ -101,7 +101,11 @@ template <class T, bool k16Bits = sizeof(T) == 2>
 struct Raw {
   T item;
 
-  __device__ __forceinline__ void load(const char* at, bool) { item = load_item<T>(at); }
+  template <bool kWide>
+  __device__ __forceinline__ void load(const char* at) {
+    item = load_item<T>(at);
+  }
+  __device__ __forceinline__ void load(const char* at, bool) { load<false>(at); }
   __device__ __forceinline__ void clear() { item = T(); }
   __device__ __forceinline__ T value(bool) const { return item; }
 };
@@ -109,8 +113,18 @@ template <class T>
 struct Raw<T, true> {
   unsigned bits;
 
+  template <bool kWide>
+  __device__ __forceinline__ void load(const char* at) {
+    if constexpr (kWide)
+      bits = load_item<unsigned>(at);
+    else
+      bits = load_item<unsigned short>(at);
+  }
   __device__ __forceinline__ void load(const char* at, bool wide) {
-    bits = wide ? load_item<unsigned>(at) : load_item<unsigned short>(at);
+    if (wide)
+      load<true>(at);
+    else
+      load<false>(at);
   }
   __device__ __forceinline__ void clear() { bits = 0; }
   __device__ __forceinline__ float value(bool wide) const {
@@ -139,14 +153,23 @@ struct WalkSteps {
   // of strides would stay in registers from tile to tile.
   static __device__ __forceinline__ void start_array(Raw<T> (&to)[kSteps], const LinearArray& array, const char* at,
                                                      bool wide, int exist) {
+    // One branch for all: of two loads into a register, one of which is done, the second waits for the first.
+    if (sizeof(T) == 2 && wide)
+      start_items<true>(to, array, at, exist);
+    else
+      start_items<false>(to, array, at, exist);
+  }
+  template <bool kWide>
+  static __device__ __forceinline__ void start_items(Raw<T> (&to)[kSteps], const LinearArray& array, const char* at,
+                                                     int exist) {
     if (array.start && exist == kSteps) {
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s, at += array.time) to[s].load(at, wide);
+      for (int s = 0; s < kSteps; ++s, at += array.time) to[s].template load<kWide>(at);
     } else {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s, at += array.time)
         if (array.start && s < exist)
-          to[s].load(at, wide);
+          to[s].template load<kWide>(at);
         else
           to[s].clear();
     }
@@ -310,7 +333,8 @@ template <class T, class Item>
 struct WalkPacks {
   static constexpr int kItems = Pack<T>::kItems, kApart = Packs<T>::kApart, kRounds = Packs<T>::kRounds;
   static constexpr int kOfPack = Pack<Item>::kItems, kPacks = kItems / kOfPack;
-  Pack<Item> pack[kRounds][kPacks];
+  using Some = Items<Item, kOfPack>;
+  Some pack[kRounds][kPacks];
 
   // As in Packs, but every item is given a value, as in WalkSteps.
   __device__ __forceinline__ void start(const LinearArray& array, const char* at, int left) {
@@ -319,27 +343,25 @@ struct WalkPacks {
 #pragma unroll
       for (int r = 0; r < kRounds; ++r, at += (kApart - kItems) * array.time)
 #pragma unroll
-        for (int p = 0; p < kPacks; ++p, at += kOfPack * array.time) pack[r][p] = load_item<Pack<Item>>(at);
+        for (int p = 0; p < kPacks; ++p, at += kOfPack * array.time) pack[r][p] = load_item<Some>(at);
     } else {
 #pragma unroll
       for (int r = 0; r < kRounds; ++r, at += (kApart - kItems) * array.time)
 #pragma unroll
-        for (int v = 0; v < kItems; ++v, at += array.time)
-          pack[r][v / kOfPack].item[v % kOfPack] = array.start && r * kApart + v < left ? load_item<Item>(at) : Item();
+        for (int p = 0; p < kPacks; ++p) {
+          Pack<Item> items;
+#pragma unroll
+          for (int v = 0; v < kOfPack; ++v, at += array.time)
+            items.item[v] = array.start && r * kApart + p * kOfPack + v < left ? load_item<Item>(at) : Item();
+          pack[r][p] = *reinterpret_cast<const Some*>(&items);
+        }
     }
   }
   __device__ __forceinline__ void settle(const LinearArray& array, int left) {
     if (array.packs && left >= Packs<T>::kReach && array.time < 0) {
 #pragma unroll
       for (int i = 0; i < kRounds * kPacks; ++i)
-#pragma unroll
-        for (int v = 0; v < kOfPack / 2; ++v) {
-          Item &first = pack[i / kPacks][i % kPacks].item[v],
-               &last = pack[i / kPacks][i % kPacks].item[kOfPack - 1 - v];
-          const Item low = first;
-          first = last;
-          last = low;
-        }
+        pack[i / kPacks][i % kPacks] = in_order(pack[i / kPacks][i % kPacks], true);
     }
   }
 };
@@ -368,8 +390,8 @@ struct RawPacks {
       own.settle(array, left);
   }
   __device__ __forceinline__ S value(bool wide, int r, int v) const {
-    if (k16Bits && wide) return other.pack[r][v / other.kOfPack].item[v % other.kOfPack];
-    return widen(own.pack[r][0].item[v]);
+    if (k16Bits && wide) return other.pack[r][v / other.kOfPack].get(v % other.kOfPack);
+    return own.pack[r][0].get(v);
   }
 };
 
@@ -453,7 +475,7 @@ __device__ __forceinline__ void walk_time(const LinearBackwardArgs& args, Map (&
       auto counts = [&](int r, int v) {
         return r * kApart + v < left && !(kSegmented && marks.masked >> (r * kItems + v) & 1);
       };
-      auto factor_of = [&](int r, int v) { return conjugate_gate<S>(scan, widen(gates.pack[r][0].item[v])); };
+      auto factor_of = [&](int r, int v) { return conjugate_gate<S>(scan, gates.pack[r][0].get(v)); };
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
         Map own;

@@ -1,6 +1,7 @@
 // What both ways of a linear_scan share: rows and what enters them, maps, what goes from tile to tile, packs along
 // time.
 #pragma once
+#include "item_vector.cuh"
 #include "linear_args.cuh"
 #include "operators.cuh"
 #include "step_marks.cuh"
@@ -21,6 +22,58 @@ __device__ __forceinline__ long long divide(long long x, long long y, long long&
   return quotient;
 }
 
+// Two neighbouring rows of 16-bit items that a thread takes as one: each has the steps it has alone.
+template <class R>
+struct alignas(2 * sizeof(R)) Two {
+  R first, second;
+};
+template <class R>
+struct Scalar<Two<R>> {
+  static __device__ __forceinline__ Two<R> zero() { return {R(0), R(0)}; }
+  static __device__ __forceinline__ Two<R> one() { return {R(1), R(1)}; }
+  static __device__ __forceinline__ Two<R> negative_zero() { return {R(-0.0), R(-0.0)}; }
+};
+template <class R>
+__device__ __forceinline__ Two<R> multiply(Two<R> x, Two<R> y) {
+  return {multiply(x.first, y.first), multiply(x.second, y.second)};
+}
+template <class R>
+__device__ __forceinline__ Two<R> multiply_add(Two<R> x, Two<R> y, Two<R> z) {
+  return {multiply_add(x.first, y.first, z.first), multiply_add(x.second, y.second, z.second)};
+}
+
+template <class Item>
+using Pair = Items<Item, 2>;
+template <class Item>
+struct Accumulated<Pair<Item>> {
+  using type = Two<float>;
+};
+template <class Item>
+constexpr ItemCode kItemCode<Pair<Item>> = kItemCode<Item>;
+template <class Item>
+__device__ __forceinline__ Two<float> widen(Pair<Item> pair) {
+  return {pair.get(0), pair.get(1)};
+}
+template <class Item>
+__device__ __forceinline__ void narrow(Two<float> values, Pair<Item>& pair) {
+  pair.set({values.first, values.second});
+}
+
+template <class S>
+struct RowsOf {
+  static constexpr int kRows = 1;
+};
+template <class R>
+struct RowsOf<Two<R>> {
+  static constexpr int kRows = 2;
+};
+
+template <class R>
+__device__ __forceinline__ void store_as(char* address, int code, Two<R> value) {
+  store_as(address, code, value.first);
+  store_as(address + (code == kFloat64 ? 8 : code == kFloat32 ? 4 : 2), code, value.second);
+}
+
 template <class S, bool kSegmented>
 struct MapOf {
   using type = Affine<S>;
@@ -31,11 +84,15 @@ struct MapOf<S, true> {
 };
 
 // Is all of a warp's tile there, with nothing special about its steps? Then nothing is asked of any step.
+// And if it is known besides that it has gates of its own, not of their one number.
 struct Whole {
-  static constexpr bool value = true;
+  static constexpr bool value = true, gates = false;
+};
+struct Gated {
+  static constexpr bool value = true, gates = true;
 };
 struct Partial {
-  static constexpr bool value = false;
+  static constexpr bool value = false, gates = false;
 };
 
 // One row of every array, at position 0.
@@ -64,6 +121,9 @@ __device__ __forceinline__ LinearRow locate_row(const LinearArgs& args, long lon
 
 __device__ __forceinline__ float constant_gate(const LinearArgs& args, float) { return args.gate32[0]; }
 __device__ __forceinline__ double constant_gate(const LinearArgs& args, double) { return args.gate64[0]; }
+__device__ __forceinline__ Two<float> constant_gate(const LinearArgs& args, Two<float>) {
+  return {args.gate32[0], args.gate32[0]};
+}
 __device__ __forceinline__ complex<float> constant_gate(const LinearArgs& args, complex<float>) {
   return {args.gate32[0], args.gate32[1]};
 }
@@ -147,6 +207,26 @@ struct Packs {
   static constexpr int kReach = (kRounds - 1) * kApart + kItems;  // steps from its first to behind its last
 };
 
+// A pack whose items are turned around if time goes `down`; selections would take several 16-bit items apart.
+template <class T, int N>
+__device__ __forceinline__ Items<T, N> in_order(const Items<T, N> pack, bool down) {
+  Items<T, N> ordered = pack;
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int w = 0; w < N / 2; ++w) {
+      const unsigned low = pack.word[w], high = pack.word[N / 2 - 1 - w];
+#ifdef __CUDA_ARCH__
+      ordered.word[w] = __byte_perm(low, high, down ? 0x5476 : 0x3210);
+#else
+      ordered.word[w] = down ? high >> 16 | high << 16 : low;
+#endif
+    }
+  } else {
+    if (down) reverse(ordered.item);
+  }
+  return ordered;
+}
+
 // They come into the thread's own slots of shared memory: `which` 0 holds gates and 1 inputs, and one stage is filled
 // while another is worked on.
 template <class T>
@@ -182,23 +262,14 @@ struct PackSlots {
   }
   // After wait_for_copies: a pack, its items in the order of the scan.
   template <class Tag>
-  __device__ __forceinline__ Pack<T> read(Tag tag, int which, const LinearArray& array, int r, int left) const {
+  __device__ __forceinline__ Items<T, kItems> read(Tag tag, int which, const LinearArray& array, int r,
+                                                   int left) const {
+    if (tag.value || (array.packs && left >= kReach))
+      return in_order(*reinterpret_cast<const Items<T, kItems>*>(slot(which, r)), array.time < 0);
     Pack<T> pack;
-    if (tag.value || (array.packs && left >= kReach)) {
-      pack = *slot(which, r);
-      if (array.time < 0) {
 #pragma unroll
-        for (int v = 0; v < kItems / 2; ++v) {
-          const T low = pack.item[v];
-          pack.item[v] = pack.item[kItems - 1 - v];
-          pack.item[kItems - 1 - v] = low;
-        }
-      }
-    } else {
-#pragma unroll
-      for (int v = 0; v < kItems; ++v) pack.item[v] = r * kApart + v < left ? slot(which, r)->item[v] : T();
-    }
-    return pack;
+    for (int v = 0; v < kItems; ++v) pack.item[v] = r * kApart + v < left ? slot(which, r)->item[v] : T();
+    return *reinterpret_cast<const Items<T, kItems>*>(&pack);
   }
 };
 
@@ -206,10 +277,9 @@ template <class T, class S>
 __device__ __forceinline__ void store_pack(const LinearArray& array, char* to, const S (&state)[Pack<T>::kItems]) {
   constexpr int kItems = Pack<T>::kItems;
   const bool down = array.time < 0;
-  Pack<T> pack;
-#pragma unroll
-  for (int v = 0; v < kItems; ++v) narrow(down ? state[kItems - 1 - v] : state[v], pack.item[v]);
-  *reinterpret_cast<Pack<T>*>(down ? to + (kItems - 1) * array.time : to) = pack;
+  Items<T, kItems> pack;
+  pack.set(state);
+  *reinterpret_cast<Items<T, kItems>*>(down ? to + (kItems - 1) * array.time : to) = in_order(pack, down);
 }
 
 template <class T, class S, int kRounds>
@@ -217,15 +287,8 @@ __device__ __forceinline__ void store_packs(const LinearArray& array, int code, 
                                             const S (&state)[kRounds][Pack<T>::kItems]) {
   constexpr int kItems = Pack<T>::kItems, kApart = Packs<T>::kApart;
   if (array.packs && left >= (kRounds - 1) * kApart + kItems) {
-    const bool down = array.time < 0;
-    if (down) to += (kItems - 1) * array.time;
 #pragma unroll
-    for (int r = 0; r < kRounds; ++r) {
-      Pack<T> pack;
-#pragma unroll
-      for (int v = 0; v < kItems; ++v) narrow(down ? state[r][kItems - 1 - v] : state[r][v], pack.item[v]);
-      *reinterpret_cast<Pack<T>*>(to + r * kApart * array.time) = pack;
-    }
+    for (int r = 0; r < kRounds; ++r) store_pack<T>(array, to + r * kApart * array.time, state[r]);
   } else {
 #pragma unroll
     for (int r = 0; r < kRounds; ++r)

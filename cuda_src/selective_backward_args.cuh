@@ -13,18 +13,17 @@ struct CoupleSums {
 struct SelectiveBackwardArgs {
   SequenceArray u, delta, z, grad_output;    // z and grad_output may be null
   SequenceArray grad_u, grad_delta, grad_z;  // grad_z where z is
-  SequenceArray partial_sum;                 // three of them, `partial_plane` bytes apart
   CoupleArray B, C;
   CoupleSums grad_B, grad_C;
   char *A, *D, *delta_bias, *states;          // D and delta_bias may be null
   char *grad_last, *grad_initial;             // may be null
   char *part_A, *part_D, *part_bias;          // (parts of the batch, chunks, channels[, state])
   char *seed, *summary_gate, *summary_input;  // (batch, summaries, state, channels), the last of time first
+  char *kept, *kept_sums;                     // what each thread keeps of each slice, and of its items; if several
   long long A_channel, A_state, D_channel, bias_channel;
   long long last_batch, last_channel, last_state;  // of grad_last
-  long long partial_plane;
   long long batch, length, channels, state, groups;
-  long long first_state;
+  long long slices;
   long long chunk, chunks;  // steps a chunk, whole intervals, and how many chunks the grid has
   long long left_out;       // summaries of the first chunks of time that nobody asks for
   long long summaries;      // and how many follow
@@ -33,7 +32,6 @@ struct SelectiveBackwardArgs {
   double limits64[2];
   float limits32[2];
   int A_code, D_code, bias_code, grad_u_code, grad_delta_code, grad_z_code;
-  int adds_to_partial_sum, leaves_partial_sum;
   int softplus, limited, starts_from_zero;  // the last: there is no h0
   int plain;                                // as in SelectiveArgs
   // With segments, and else not read.

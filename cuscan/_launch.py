@@ -91,6 +91,11 @@ class Rows:
         )
         return struct.pack(LINEAR_ARRAY, self.start, self.time, *_pad(self.rows), packs)
 
+    def adjacent(self, *more: int) -> bool:
+        """Whether rows lie side by side, in pairs by these numbers and all strides but the last."""
+        size = ITEM_BYTES[self.item]
+        return self.rows[-1] == size and all(x % (2 * size) == 0 for x in (*more, self.time, *self.rows[:-1]))
+
 
 NOWHERE = Rows(0, 0, ())
 
@@ -192,6 +197,21 @@ class LinearCall:
         """Whether each row holds several sequences."""
         return self.segments is not None and self.segments.offsets is not None
 
+    def adjacent(self) -> bool:
+        """Whether rows of 16-bit items lie so that two may be one, but for addresses and what is not read each step."""
+        arrays = [x for x in (self.gate, self.input) if isinstance(x, Rows)]
+        even = ITEM_BYTES[self.item] == 2 and len(self.sizes) > 0 and self.sizes[-1] % 2 == 0
+        return even and self.segments is None and all(x.adjacent() for x in arrays)
+
+    def paired(self) -> LinearCall | None:
+        """The same with two neighbouring rows as one, if all arrays lie so that they can be."""
+        arrays = {name: getattr(self, name) for name in ("gate", "input", "initial", "output", "last")}
+        arrays = {name: x for name, x in arrays.items() if isinstance(x, Rows)}
+        if not self.adjacent() or not all(x.adjacent(x.start) for x in arrays.values()):
+            return None
+        pairs = {name: replace(x, rows=(*x.rows[:-1], 2 * x.rows[-1])) for name, x in arrays.items()}
+        return replace(self, sizes=(*self.sizes[:-1], self.sizes[-1] // 2), **pairs)
+
 
 def linear(
     place: Place,
@@ -213,17 +233,20 @@ def linear(
     if call.segments is not None:
         marks = make_marks(place, call.segments, call.length, call.sizes, enters=call.initial is not None)
 
-    def start_part(part: str, blocks: int, stages: int, packed: bytes) -> None:
-        name = linear_name(plan.order.lanes, part, call.item, segmented=marks is not None)
+    def start_part(part: str, blocks: int, stages: int, packed: bytes, *, pairs: bool = False) -> None:
+        name = linear_name(plan.order.lanes, part, call.item, segmented=marks is not None, pairs=pairs)
         threads = 32 * plan.fit.warps
         shared = stages * threads * linear_slots(ITEM_BYTES[call.item], state_bytes, plan.order.lanes)
         _start(place, source, name, blocks, threads, packed, shared)
 
     def launch(*, summarise: bool, summaries: tuple[int, int, int]) -> None:
         now = call if link is None or summarise else replace(call, initial=linked(marks))
+        paired = now.paired() if plan.order.lanes is Lanes.ROWS else None
+        now = paired or now
         stages = 2 if plan.order.lanes is Lanes.TIME else 0
         part = "summarise" if summarise else "apply"
-        start_part(part, linear_blocks(plan, call), stages, linear_args(plan, now, marks, summaries))
+        packed = linear_args(plan, now, marks, summaries)
+        start_part(part, linear_blocks(plan, now), stages, packed, pairs=paired is not None)
 
     state_bytes = np.dtype(accumulation(call.item)).itemsize
     if not plan.order.one_pass:

@@ -256,13 +256,17 @@ class Lanes(Enum):
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """Sizes of a linear_scan; time_fast: time is the axis whose items are closest in memory."""
+    """Sizes of a linear_scan.
+
+    time_fast: time is the axis whose items are closest in memory. pairs: rows are, of 16-bit items, and two may be one.
+    """
 
     item_bytes: int
     state_bytes: int
     rows: int
     length: int
     time_fast: bool
+    pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -333,7 +337,8 @@ def plan_linear(problem: LinearProblem, limits: DeviceLimits) -> LinearPlan:
     short = length <= _threshold("linear: length up to which contiguous rows go one a thread")
     schedule = force.get("schedule")
     lanes = force.get("lanes", Lanes.ROWS if beside or short or schedule is Schedule.SERIAL else Lanes.TIME)
-    teams = _ceil_div(rows, 32) if lanes is Lanes.ROWS else rows  # what row_warps warps share
+    pairs = problem.pairs and lanes is Lanes.ROWS
+    teams = _ceil_div(rows, 64 if pairs else 32) if lanes is Lanes.ROWS else rows  # what row_warps warps share
 
     full = limits.multiprocessors * _threshold("linear: warps a multiprocessor that fill it")
     if schedule is None:
@@ -361,12 +366,12 @@ def plan_linear(problem: LinearProblem, limits: DeviceLimits) -> LinearPlan:
         chunk = force.get("chunk", _round_up(chunk, linear_tile(problem, lanes, BLOCK_WARPS)))
         chunks = _ceil_div(length, chunk)
     # More warps on a row until the chip is full, or the row covered. A block of eight over rows takes the registers of
-    # a multiprocessor, and one over time 64 KiB of shared memory and some.
+    # a multiprocessor, half of them over pairs, and one over time 64 KiB of shared memory and some.
     large = teams * chunks <= limits.multiprocessors if lanes is Lanes.ROWS else limits.shared_memory > 66 << 10
     row_warps = next(
         (w for w in _WARPS if teams * chunks * w >= full or linear_tile(problem, lanes, w) >= chunk), BLOCK_WARPS
     )
-    row_warps = min(row_warps, BLOCK_WARPS if large else BLOCK_WARPS // 2)
+    row_warps = min(row_warps, BLOCK_WARPS if large or pairs else BLOCK_WARPS // 2)
     row_warps = force.get("row_warps", 1 if schedule is Schedule.SERIAL else row_warps)
     if schedule is None:
         serial = lanes is Lanes.ROWS and row_warps == 1
@@ -673,18 +678,18 @@ class BackwardTile:
         """Neighbouring items of B or C that a thread moves."""
         return STATE_INTERVAL * self.slice // self.threads
 
-    def _slots(self, kind: SelectiveKind, arrays: int) -> int:
-        """Bytes of so many arrays' slots and of those of one of B and C."""
-        sets = 2 if kind.item_bytes <= 2 else 1
+    def _slots(self, kind: SelectiveKind, arrays: int, more: int) -> int:
+        """Bytes of the slots of so many arrays, of `more` that have one set of them, and of one of B and C."""
+        sets = arrays * (2 if kind.item_bytes <= 2 else 1) + more
         couple = STATE_INTERVAL * self.slice * (kind.state_bytes if kind.complex else kind.item_bytes)
-        return arrays * sets * STATE_INTERVAL * self.channels * kind.item_bytes + couple
+        return sets * STATE_INTERVAL * self.channels * kind.item_bytes + couple
 
     def summary_memory(self, kind: SelectiveKind) -> int:
         """Bytes of BackwardTile::Summary in selective_scan_backward.cu, which asserts them."""
         padding = 2 * 1 + 9 if kind.time_fast else 2 * 8 + 8  # of drive and dy
         sequences = STATE_INTERVAL * (3 * self.channels + padding) + self.channels
-        item, inputs = 4 * 8 + 8 * 4, 6 * self.threads * 8
-        return item + inputs + sequences * kind.real_bytes + self._orders(kind, kind.time_C) + self._slots(kind, 3)
+        item, inputs = _round_up(5 * 8 + 8 * 4, 16), self.threads * (6 * 8 + 4)
+        return item + inputs + sequences * kind.real_bytes + self._orders(kind, kind.time_C) + self._slots(kind, 2, 1)
 
     def _orders(self, kind: SelectiveKind, varies: bool) -> int:
         """Bytes of B or C in all orders."""
@@ -697,11 +702,12 @@ class BackwardTile:
         sums = 2 * (STATE_INTERVAL * (self.channels + row) + more) + self.channels
         couples = sum(STATE_INTERVAL if varies else 1 for varies in (kind.time_B, kind.time_C))
         couples *= (self.threads // 32) * self.slice
-        entering = (STATE_INTERVAL // self.steps + 1) * self.threads * self.states
-        totals = 2 * self.threads * (1 if kind.time_fast else self.run)
-        gradients = 3 * self.threads * 8 + 2 * 2 * 8
+        parts = (STATE_INTERVAL // 2 if state == 4 else STATE_INTERVAL) // self.steps  # kParts
+        entering = (parts + 1) * self.threads * self.states
+        totals = self.threads * (self.run + 2 * (1 if kind.time_fast else self.run))
+        gradients = 5 * self.threads * 8
         own = (sums + totals) * real + (couples + entering) * state + gradients
-        return self.summary_memory(kind) + own + self._orders(kind, kind.time_B) + self._slots(kind, 1)
+        return self.summary_memory(kind) + own + self._orders(kind, kind.time_B) + self._slots(kind, 1, 0)
 
 
 def backward_tile(kind: SelectiveKind) -> BackwardTile:

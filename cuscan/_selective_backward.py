@@ -71,8 +71,8 @@ class BackwardCall:
 def backward(place: Place, plan: BackwardPlan, call: BackwardCall, time_step: int) -> None:
     """Run it; `time_step` is 1, or -1 for reverse.
 
-    One launch a slice of the states, where the plan cuts time into chunks those of the summaries before them, and one
-    that adds what the blocks left.
+    One launch, where the plan cuts time into chunks that of the summaries before it, and one that adds what the blocks
+    left.
     """
     chosen(place, plan)
     batch, length, channels = call.u.shape
@@ -89,16 +89,12 @@ def backward(place: Place, plan: BackwardPlan, call: BackwardCall, time_step: in
         return 0 if x is None else place.pointer(x)
 
     of_u = [gradients.get(name) for name in ("u", "delta", "z")]
-    partial = None
-    if slices > 1:
-        partial = place.allocate((3 if call.z is not None else 2, batch, length, channels), real)
     sequences = [
         sequence(call.u),
         sequence(call.delta, item_name(call.delta)),
         sequence(call.z),
         sequence(call.grad_output, item if call.grad_output is None else item_name(call.grad_output)),
         *(sequence(x, item if x is None else item_name(x)) for x in of_u),
-        (*sequence(None if partial is None else partial[0], real.name)[:5], 0),
     ]
     couples = [
         couple_fields(place, x, varies, time_step, kind, tile.couple_run)
@@ -149,10 +145,18 @@ def backward(place: Place, plan: BackwardPlan, call: BackwardCall, time_step: in
         marks = make_marks(place, call.segments, length, (batch,), enters=enters, backward=True)
         if summarised:
             resets = place.allocate((batch, summaries), np.bool_)
+    blocks = plan.parts * call.groups * tiles
+    kept = []  # with several slices: what the threads of a block keep of each, and of their items
+    if slices > 1:
+        rows = 3 + 2 * (not kind.time_B) + 2 * (not kind.time_C)
+        kept = [
+            place.allocate((blocks * plan.chunks, slices, rows, tile.threads, tile.states), state_dtype),
+            place.allocate((blocks * plan.chunks, 3, tile.threads, tile.run), real),
+        ]
     gate = seed = 0
     if summarised:
-        kept = [place.allocate((batch, summaries, state, channels), state_dtype) for _ in range(2)]
-        gate, seed = (place.pointer(x) for x in kept)
+        maps = [place.allocate((batch, summaries, state, channels), state_dtype) for _ in range(2)]
+        gate, seed = (place.pointer(x) for x in maps)
 
     head = struct.pack(
         BACKWARD_HEAD,
@@ -162,16 +166,21 @@ def backward(place: Place, plan: BackwardPlan, call: BackwardCall, time_step: in
         *(pointer(x) for x in (last, row_initial)),
         *(pointer(x) for x in of_parts),
         *(seed, gate, seed),
+        *(pointer(x) for x in (kept or (None, None))),
         *call.A.strides,
         *(0 if x is None else x.strides[0] for x in (call.D, call.delta_bias)),
         *next((x.strides for x in (grad_last, carry) if x is not None), (0, 0, 0)),
-        *(0 if partial is None else partial.strides[0], batch, length, channels, state, call.groups),
+        *(batch, length, channels, state, call.groups, slices),
     )
     limits = call.limits or (0.0, 0.0)
     with np.errstate(over="ignore"):
         single = [np.float32(x) for x in limits]
-    plain = all(fields[-1] for fields in sequences[:7] if fields[0]) and all(
-        fields[7] for fields, varies in zip(couples, (kind.time_B, kind.time_C), strict=True) if varies
+    plain = (
+        call.grad_output is not None
+        and state % tile.slice == 0
+        and call.limits is None
+        and all(fields[-1] for fields in sequences if fields[0])
+        and all(fields[7] for fields, varies in zip(couples, (kind.time_B, kind.time_C), strict=True) if varies)
     )
     segmented: tuple[int, ...] = (0,) * 10
     if marks is not None:
@@ -180,28 +189,26 @@ def backward(place: Place, plan: BackwardPlan, call: BackwardCall, time_step: in
         where = marks.rows.start, marks.rows.rows[0] // _MARK_BYTES, marks.ids
         segmented = (*where, *(pointer(x) for x in own), *strides, pointer(resets))
 
-    def launch(s: int, *, summarise: bool) -> None:
+    def launch(*, summarise: bool) -> None:
         time = (plan.order.chunk, plan.chunks, left_out, summaries, in_chunk)
         if summarise:
             time = (plan.order.summary, summaries, left_out, summaries, 1)
         coded = (call.A, call.D, call.delta_bias, *of_u)
         fields = struct.pack(
-            BACKWARD_TAIL, s * tile.slice, *time, plan.order.part, plan.parts,
-            *limits, *single, *(0 if x is None else ITEM_CODE[item_name(x)] for x in coded), s > 0, s < slices - 1,
+            BACKWARD_TAIL, *time, plan.order.part, plan.parts,
+            *limits, *single, *(0 if x is None else ITEM_CODE[item_name(x)] for x in coded),
             call.softplus, call.limits is not None, starts_from_zero, plain, *segmented,
         )  # fmt: skip
         name, source = backward_name(kind, tile, summarise), backward_source(kind)
-        blocks = plan.parts * call.groups * tiles * time[1]
-        _start(place, source, name, blocks, tile.threads, head + fields, source.dynamic_shared[name])
+        count = blocks * time[1] * (slices if summarise else 1)
+        _start(place, source, name, count, tile.threads, head + fields, source.dynamic_shared[name])
 
     if summarised:
-        for s in range(slices):
-            launch(s, summarise=True)
+        launch(summarise=True)
         first = None if packed or carry is not None else last
         linked = None if shard is None else (shard, time_step > 0, carry)
         scan_summaries(place, first, batch, summaries, state, channels, state_dtype, gate, seed, resets, linked)
-    for s in range(slices):
-        launch(s, summarise=False)
+    launch(summarise=False)
     add_partials(place, sums, kind.real)
 
 

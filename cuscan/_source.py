@@ -116,16 +116,16 @@ def marks_source() -> KernelSource:
 _LINEAR_PARTS = {"apply": "kApply", "summarise": "kSummarise", "pass": "kOnePass"}
 
 
-def linear_name(lanes: Lanes, part: str, item: str, *, segmented: bool = False) -> str:
-    """Entry point of a linear_scan kernel that does one of _LINEAR_PARTS."""
-    return "_".join(["linear_scan", lanes.value, part, *["segmented"] * segmented, item])
+def linear_name(lanes: Lanes, part: str, item: str, *, segmented: bool = False, pairs: bool = False) -> str:
+    """Entry point of a linear_scan kernel that does one of _LINEAR_PARTS; `pairs`: a thread takes two rows."""
+    return "_".join(["linear_scan", lanes.value, part, *["segmented"] * segmented, *["pairs"] * pairs, item])
 
 
 def _linear_bounds(lanes: Lanes, part: str, item: str, *, segmented: bool) -> tuple[int, int]:
     """Threads of a block, and blocks a multiprocessor that the registers are bounded for."""
     if item == "complex128":
         return 32 * BLOCK_WARPS, 1
-    if lanes is Lanes.ROWS and part != "pass":
+    if lanes is Lanes.ROWS and part != "pass" and (ITEM_BYTES[item] > 2 or segmented):
         return 48 * BLOCK_WARPS, 1
     many = lanes is Lanes.TIME and part != "pass" and ITEM_BYTES[item] <= 4 and not segmented
     return (40 if many else 32) * BLOCK_WARPS, 2
@@ -143,10 +143,12 @@ def linear_source(item: str, *, segmented: bool = False) -> KernelSource:
     if accumulation(item) != item:
         wanted.append((accumulation(item), "apply"))
     for each, part in wanted:
-        for lanes in Lanes:
-            name = linear_name(lanes, part, each, segmented=segmented)
+        paired = [(Lanes.ROWS, True)] if ITEM_BYTES[each] == 2 and not segmented else []
+        for lanes, pairs in [*((lanes, False) for lanes in Lanes), *paired]:
+            name = linear_name(lanes, part, each, segmented=segmented, pairs=pairs)
             threads, blocks = _linear_bounds(lanes, part, each, segmented=segmented)
-            template = f"{_CPP[each]}, {_LINEAR_PARTS[part]}, {_flags(segmented)}"
+            items = f"Pair<{_CPP[each]}>" if pairs else _CPP[each]
+            template = f"{items}, {_LINEAR_PARTS[part]}, {_flags(segmented)}"
             entries[name] = (
                 f'extern "C" __global__ void __launch_bounds__({threads}, {blocks}) {name}(const LinearArgs args) {{\n'
                 f"  extern __shared__ __align__(16) unsigned char memory[];\n"
@@ -229,8 +231,8 @@ def selective_source(kind: SelectiveKind) -> KernelSource:
     return _module("selective_scan.cu", ("SelectiveArgs", SELECTIVE_ARGS), entries, shared)
 
 
-BACKWARD_HEAD = "<" + 8 * _SEQUENCE_ARRAY + 2 * _COUPLE_ARRAY + 2 * "6q" + "4q2q3q3q" + "4q3q" + "6q"
-BACKWARD_TAIL = "<8q" + "2d2f" + "12i" + "10q"
+BACKWARD_HEAD = "<" + 7 * _SEQUENCE_ARRAY + 2 * _COUPLE_ARRAY + 2 * "6q" + "4q2q3q3q2q" + "4q3q" + "6q"
+BACKWARD_TAIL = "<7q" + "2d2f" + "10i" + "10q"
 
 
 def backward_name(kind: SelectiveKind, tile: BackwardTile, summarise: bool) -> str:

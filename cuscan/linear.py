@@ -346,6 +346,7 @@ def _run(
         rows=call.rows,
         length=length,
         time_fast=fastest is None or abs(b.strides[axis]) < fastest,
+        pairs=call.adjacent(),
     )
     with _shards.split(shard):
         plan = _plan.plan_linear(problem, place.limits)

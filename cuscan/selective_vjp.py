@@ -96,9 +96,9 @@ def selective_scan_vjp(
     complex64 and float64); an array (parts, channels, state + 2), twice the state more where B and C are constant
     in time, where parts * channels / 32 is at most 16 a multiprocessor; two arrays (batch, summaries, state,
     channels) where time is cut into chunks, each of one to some summaries; where there are more than 16 states (8
-    in complex64 and float64) two arrays of u's shape, three with z; and the marks of `selective_scan`. Where the
-    states are not given, they and what the scan itself takes; where they are not contiguous, a copy; with
-    `grad_dtype` an array of h0's shape.
+    in complex64 and float64) three arrays (parts, channels, state + 32), twice the state more for each of B and C that
+    is constant in time, of whole tiles; and the marks of `selective_scan`. Where the states are not given, they and
+    what the scan itself takes; where they are not contiguous, a copy; with `grad_dtype` an array of h0's shape.
 
     Examples
     --------

@@ -228,7 +228,7 @@ def linear_gradient_problems():
 
 
 def selective_gradient_problems():
-    """By kind: two tiles and a part of one, several launches of states, whole tiles, and packed sequences."""
+    """By kind: two tiles and a part of one, several slices of states, whole tiles, and packed sequences."""
     given = test_selective_vjp
     for seed, (name, kind) in enumerate(given.KINDS.items()):
         if name in ("bfloat16 time", "bfloat16 complex segmented", "float32 time segmented"):

@@ -52,6 +52,15 @@ def check_one_pass(executor):
             LinearProblem(shape=shape, axis=1, h0=h0, plans=plans).check(executor)
 
 
+def check_pairs(executor):
+    """Two rows of 16-bit items a thread: with a number for a gate, with tails, and stored in another type."""
+    plans = (Plan(schedule="serial"), Plan(schedule="split", lanes="rows", chunk=40))
+    for a, h0, out_dtype in ((1.0, None, None), (Layout(), Layout(), "float32")):
+        for dtype in ("bfloat16", "float16"):
+            sizes = {"shape": (70, 72), "axis": 0, "dtype": dtype, "out_dtype": out_dtype}
+            LinearProblem(**sizes, a=a, h0=h0, plans=plans).check(executor)
+
+
 def test_division_of_64_bits():
     check_division(Host())
 
@@ -63,7 +72,11 @@ def test_every_line_runs(capsys):
         problem.check(executor)
     for dtype in ("complex64", "complex128"):
         LinearProblem(dtype=dtype, a=1.0).check(executor)
+    for dtype in ("bfloat16", "float32"):  # whole tiles over time
+        for a in (1.0, Layout()):
+            LinearProblem(shape=(1, 1104), axis=1, dtype=dtype, a=a, reverse=True).check(executor)
     check_one_pass(executor)
+    check_pairs(executor)
     check_division(executor)
     check_large_angles(executor)
     test_state_update.check_all(executor.modules)

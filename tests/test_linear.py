@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuscan
+from cuscan import _launch
 from cuscan._plan import Lanes, Schedule, forced
 from cuscan.testing import oracle
 
@@ -438,6 +439,37 @@ def test_fit_strides_and_alignment_do_not_change_bits(executor):
             if warps >= plan.get("row_warps", 1):
                 h, _ = scan(executor, a, b, plan={**plan, "warps": warps}, axis=1)
                 np.testing.assert_array_equal(h.view(np.int32), expected.view(np.int32))
+
+
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(np.float16, marks=pytest.mark.full)])
+def test_rows_in_pairs_have_the_bits_of_single_rows(host_executor, monkeypatch, dtype):
+    names, start = set(), _launch._start
+
+    def spy(place, source, name, *rest):
+        names.add(name)
+        start(place, source, name, *rest)
+
+    monkeypatch.setattr(_launch, "_start", spy)
+    item = np.dtype(dtype).name
+    # 35 and 32 pairs: lanes without a row, and whole tiles. 150 steps are whole tiles and a tail.
+    for shape, out_dtype in (((2, 150, 35), None), ((1, 150, 64), None), ((1, 40, 64), np.float32)):
+        every, inputs = 2 * shape[2], []
+        for x in real_inputs((*shape[:2], every), dtype):
+            apart = np.zeros((*shape[:2], every + 2), dtype)
+            apart[..., 1:-1] = x
+            inputs.append((x, apart[..., 1:-1]))
+        (a, odd_a), (b, odd_b) = inputs
+        h0 = rng(1).normal(size=(shape[0], every)).astype(np.float32)
+        block, split = ({**schedule, "lanes": Lanes.ROWS} for schedule in (BLOCK, SPLIT))
+        for plan in ({}, SERIAL, {**block, "row_warps": 8}, {**split, "chunk": 70}):
+            for gates, odd_gates, state in ((a, odd_a, h0), (a, odd_a, None), (0.9, 0.9, None)):
+                results = []
+                for pairs, arrays in ((True, (gates, b)), (False, (odd_gates, odd_b))):
+                    names.clear()
+                    results.append(scan(host_executor, *arrays, state, plan, axis=1, out_dtype=out_dtype))
+                    assert (f"linear_scan_rows_apply_pairs_{item}" in names) == pairs
+                for x, y in zip(*results, strict=True):
+                    np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8))
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])

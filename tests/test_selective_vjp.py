@@ -176,7 +176,7 @@ def test_every_length(executor, layout):
 @ALL
 @pytest.mark.parametrize("state", [1, 3, 4, 8, 16, 17, 64, 65])
 def test_numbers_of_states(executor, kind, state):
-    # A launch does 16 states, or 8.
+    # A slice has 16 states, or 8.
     check(executor, problem(1, 34, 3, state, plans=CHUNKS[:2], **EVERYTHING, **kind))
 
 
@@ -195,7 +195,8 @@ def test_groups(executor, kind, groups, channels):
 @ALL
 def test_whole_tiles(executor, kind):
     # Intervals of which all channels, states and steps are there are worked on by code of their own.
-    for number, (state, fields) in enumerate(((16, {}), (32, {"z": LAID, "D": LAID, "softplus": True}))):
+    several = {"softplus": True, "D": LAID}
+    for number, (state, fields) in enumerate(((16, {}), (32, several), (32, {**several, "z": LAID}))):
         check(executor, problem(1, 96, 64, state, seed=number, plans=CHUNKS[:2], **fields, **kind))
 
 
@@ -603,13 +604,13 @@ def test_memory_is_gradients_and_the_scratch_of_the_plan(host_executor, marked, 
     couples = [tiles * batch * length * state * 4] * 2
     rows = [parts * chunks * channels * n * 4 for n in (state, 1, 1)]
     kept = [batch * (chunks - 1) * state * channels * 4] * 2
-    partial = [3 * batch * length * channels * 4] * (state > 16)
+    slices = [3 * parts * chunks * tiles * 32 * n * 4 for n in (48, 32)] * (state > 16)  # 40 states are three of 16
     marks = [batch * 3 * 16, batch * (chunks - 1), batch * 16] * marked
     run(host_executor, given, {"chunk": 32, "parts": parts})
-    assert sorted(host_executor.allocated) == sorted(gradients + couples + rows + kept + partial + marks)
+    assert sorted(host_executor.allocated) == sorted(gradients + couples + rows + kept + slices + marks)
     run(host_executor, given, {"chunk": length, "parts": 1})
-    rows = [n // (parts * chunks) for n in rows]
-    assert sorted(host_executor.allocated) == sorted(gradients + couples + rows + partial + marks[:1])
+    rows, slices = ([n // (parts * chunks) for n in each] for each in (rows, slices))
+    assert sorted(host_executor.allocated) == sorted(gradients + couples + rows + slices + marks[:1])
     if marked:  # where the tier has the kernels of the scan
         more = sum(host_executor.allocated)
         run(host_executor, given, {"chunk": length, "parts": 1}, states=None)

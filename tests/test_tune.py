@@ -120,7 +120,14 @@ def test_a_sweep_runs_the_kernels_and_says_what_it_found(host_executor, tmp_path
     (row,) = json.loads(json.dumps(rows))
     assert row["function"] == "linear_scan"
     assert row["directions"] == ["forward", "backward"]
-    assert row["problem"] == {"item_bytes": 4, "state_bytes": 4, "rows": 3, "length": 300, "time_fast": True}
+    assert row["problem"] == {
+        "item_bytes": 4,
+        "state_bytes": 4,
+        "rows": 3,
+        "length": 300,
+        "time_fast": True,
+        "pairs": False,
+    }
     assert row["best"]["order"]["row_warps"] == 4
     assert (row["best"]["ms"], row["best"]["spread_ms"]) == (2, 0)
     assert row["own"]["order"] == row["tried"][0]["order"]
