@@ -69,13 +69,13 @@ struct Recurrence {
     }
   }
 
-  // `drive`, B, C: this lane's at step 0, of B and C its first state.
+  // `drive`: this lane's at step 0, the next `next_drive` on; B, C: its first state at step 0.
   template <int kCount>
-  static __device__ __forceinline__ void load(Loaded<kCount>& to, const Drive<R>* drive, const S* B, const S* C,
-                                              int time) {
+  static __device__ __forceinline__ void load(Loaded<kCount>& to, const Drive<R>* drive, int next_drive, const S* B,
+                                              const S* C, int time) {
 #pragma unroll
     for (int s = 0; s < kCount; ++s) {
-      to.drive[s] = drive[(time + s) * Tile::kRow];
+      to.drive[s] = drive[(time + s) * next_drive];
       if constexpr (Tile::kTimeB) read_states(to.B[s], B + (time + s) * Tile::kSlice);
       if constexpr (Tile::kTimeC && !kSummarise) read_states(to.C[s], C + (time + s) * Tile::kSlice);
     }
@@ -98,13 +98,14 @@ struct Recurrence {
 
   // Steps one at a time, those that have a bit in `marks` between enter(time) and leave(time).
   template <class Enter, class Leave>
-  __device__ __forceinline__ void run_marked(const Drive<R>* drive, const S* B, const S* C, R* y, int lane, int first,
-                                             int steps, const StepMarks& marks, Enter enter, Leave leave) {
+  __device__ __forceinline__ void run_marked(const Drive<R>* drive, int next_drive, const S* B, const S* C, R* y,
+                                             int lane, int first, int steps, const StepMarks& marks, Enter enter,
+                                             Leave leave) {
 #pragma unroll 1
     for (int time = first; time < first + steps; ++time) {
       if ((marks.resets | marks.starts) >> time & 1) enter(time);
       Loaded<1> now;
-      load(now, drive, B, C, time);
+      load(now, drive, next_drive, B, C, time);
       R sum = step(now, 0);
       if (kSummarise) delta_sum.add(now.drive[0].delta);
       if (marks.ends >> time & 1) leave(time);
@@ -119,7 +120,7 @@ struct Recurrence {
   // One tile. `y`: where this lane puts the sum that it gets of steps 0 to kGroups - 1. With kMarked, steps may have
   // marks; those at which states are loaded or stored are run with their neighbours.
   template <bool kMarked, class Enter, class Leave>
-  __device__ __forceinline__ void run(const Drive<R>* drive, const S* B, const S* C, R* y, int lane,
+  __device__ __forceinline__ void run(const Drive<R>* drive, int next_drive, const S* B, const S* C, R* y, int lane,
                                       const StepMarks& marks, Enter enter, Leave leave) {
     // Steps whose loads are issued together: as many as there are registers for.
     constexpr int kCount = kStates > 8 ? 1 : kMarked || sizeof(S) > 4 ? 2 : 4;
@@ -127,19 +128,19 @@ struct Recurrence {
     constexpr int kPart = kMarked || kStates > 8 ? kFold : kTileSteps;
     static_assert(kPart / kCount % 2 == 0, "a part ends with what the next one begins with in loaded[0]");
     Loaded<kCount> loaded[2];
-    load(loaded[0], drive, B, C, 0);
+    load(loaded[0], drive, next_drive, B, C, 0);
 #pragma unroll 1
     for (int part = 0; part < kTileSteps; part += kPart) {
       if (kMarked && (marks.starts | marks.ends) >> part & ((1u << kFold) - 1)) {
-        run_marked(drive, B, C, y, lane, part, kPart, marks, enter, leave);
-        if (part + kPart < kTileSteps) load(loaded[0], drive, B, C, part + kPart);
+        run_marked(drive, next_drive, B, C, y, lane, part, kPart, marks, enter, leave);
+        if (part + kPart < kTileSteps) load(loaded[0], drive, next_drive, B, C, part + kPart);
         continue;
       }
       R sums[kPart];
 #pragma unroll
       for (int i = 0; i < kPart; i += kCount) {
         const int next = part + i + kCount;
-        if (i + kCount < kPart || next < kTileSteps) load(loaded[(i / kCount + 1) % 2], drive, B, C, next);
+        if (i + kCount < kPart || next < kTileSteps) load(loaded[(i / kCount + 1) % 2], drive, next_drive, B, C, next);
 #pragma unroll
         for (int s = 0; s < kCount; ++s) {
           const bool forget = kMarked && marks.resets >> (part + i + s) & 1;
@@ -330,6 +331,8 @@ __device__ __forceinline__ void selective_scan(const SelectiveArgs& args, unsign
       start_marks(tile + 3);
     };
 
+    // A constant, but not of doubles: the compiler would move their loads farther ahead than there are registers for.
+    const int next_drive = sizeof(R) > 4 && !mine_exist ? 0 : Tile::kRow;
     bool resets = false;  // has any step so far?
     auto compute = [&](int tile) {
       const StepMarks marks = marks_of(tile);
@@ -376,9 +379,9 @@ __device__ __forceinline__ void selective_scan(const SelectiveArgs& args, unsign
       const Drive<R>* const drive = &shared.drive[buffer][0][mine_exist ? channel : Tile::kChannels];
       if (Tile::kSegmented && marks.resets | marks.starts | marks.ends) {
         resets |= (marks.resets | marks.starts) != 0;
-        mine.template run<true>(drive, now_B, now_C, y, lane, marks, enter, leave);
+        mine.template run<true>(drive, next_drive, now_B, now_C, y, lane, marks, enter, leave);
       } else {
-        mine.template run<false>(drive, now_B, now_C, y, lane, marks, enter, leave);
+        mine.template run<false>(drive, next_drive, now_B, now_C, y, lane, marks, enter, leave);
       }
     };
 

@@ -201,6 +201,8 @@ struct BackwardTile {
     alignas(16) S dB[kWarps][kTimeB ? kStateInterval : 1][kSlice];  // over a warp's channels
     alignas(16) S dC[kWarps][kTimeC ? kStateInterval : 1][kSlice];
     alignas(16) char* gradients[5][kThreads];
+    alignas(16) S dA[sizeof(R) > 4 ? kThreads : 1][kStates];
+    alignas(16) const S* next_saved[sizeof(R) > 4 ? kThreads : 1];
     alignas(16) Own<R, kItems> slope;      // of delta in what it is made of
     alignas(16) Own<R, kOwned> totals[2];  // of a thread's items, for dD and d delta_bias
     alignas(16) R D[kChannels];
@@ -275,8 +277,12 @@ struct Backward {
   const int length;                           // of the chunk
   const int special;                          // of kWhole, kFromZero, kSeveral: at hand, not in memory
   long long batch;
-  const S* saved;  // its channel's, first state of its group, of the interval that is next
-  S rate[kStates], p[kStates], dA[kStates];
+  S rate[kStates], p[kStates];
+  // Doubles leave too few registers for these: the saved state, of the first state of its group, of the interval that
+  // is next, and the sums of dA.
+  static constexpr bool kInMemory = sizeof(R) > 4 && !kSummarise;
+  const S* saved_here;
+  S dA_here[kInMemory ? 1 : kStates];
   S constant_B[Tile::kTimeB ? 1 : kStates], constant_C[Tile::kTimeC ? 1 : kStates];
   S constant_dB[Tile::kTimeB ? 1 : kStates], constant_dC[Tile::kTimeC ? 1 : kStates];
   DeltaSum<R> delta_sum;
@@ -304,7 +310,20 @@ struct Backward {
   enum { kGradU, kGradDelta, kGradZ, kGradB, kGradC };
   __device__ __forceinline__ char*& input(int of) const { return shared.inputs[of][thread]; }
   __device__ __forceinline__ char*& gradient(int of) const { return shared.gradients[of][thread]; }
-  __device__ __forceinline__ long long my_channel() const { return at.first_channel + shared.channel[thread]; }
+  __device__ __forceinline__ const S*& saved() {
+    if constexpr (kInMemory)
+      return shared.next_saved[thread];
+    else
+      return saved_here;
+  }
+  __device__ __forceinline__ S (&dA()) [kStates] {
+    if constexpr (kInMemory)
+      return shared.dA[thread];
+    else
+      return dA_here;
+  } __device__ __forceinline__ long long my_channel() const {
+    return at.first_channel + shared.channel[thread];
+  }
   // The state that local n is.
   __device__ __forceinline__ int local_state(int n) const { return n ^ order; }
   __device__ __forceinline__ long long my_state(int n) const {
@@ -334,7 +353,7 @@ struct Backward {
     kept += (at.number * args.slices + slice) * Tile::kKept;
     function(*kept++, rate);
     function(*kept++, p);
-    function(*kept++, dA);
+    function(*kept++, dA());
     if constexpr (!Tile::kTimeB) function(*kept++, constant_B), function(*kept++, constant_dB);
     if constexpr (!Tile::kTimeC) function(*kept++, constant_C), function(*kept++, constant_dC);
   }
@@ -526,7 +545,7 @@ struct Backward {
     }
   }
 
-  // From delta + bias to delta and its slope in that.
+  // From delta + bias to delta and its slope in that, which is -1 beyond the limits: there NaN has no gradient either.
   template <bool kPlain>
   __device__ __forceinline__ void activate(R (&x)[kItems], R (&slope)[kItems]) const {
 #pragma unroll
@@ -541,7 +560,7 @@ struct Backward {
     if (!kPlain && args.limited) {
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
-        if (!(x[i] >= limit(args, 0, R()) && x[i] <= limit(args, 1, R()))) slope[i] = R(0);
+        if (!(x[i] >= limit(args, 0, R()) && x[i] <= limit(args, 1, R()))) slope[i] = R(-1);
         x[i] = clip(x[i], limit(args, 0, R()), limit(args, 1, R()));
       }
     }
@@ -793,14 +812,14 @@ struct Backward {
 #pragma unroll
       for (int n = 0; n < kStates; ++n) B[s][n] = batch.B[s][n];
 
-    S dA_here[kStates];
+    S dA_now[kStates];
 #pragma unroll
     for (int i = kSteps - kBatch; i >= 0; i -= kBatch) {
       S dB[kBatch][kStates];
       R through_B[kBatch], through_A[kBatch];
       if ((i + kBatch) % Tile::kSteps == 0) {
 #pragma unroll
-        for (int n = 0; n < kStates; ++n) dA_here[n] = Scalar<S>::zero();
+        for (int n = 0; n < kStates; ++n) dA_now[n] = Scalar<S>::zero();
       }
 #pragma unroll
       for (int s = kBatch - 1; s >= 0; --s) {
@@ -822,7 +841,7 @@ struct Backward {
           p[n] = masked ? g : multiply(conjugate(gate[i + s][n]), g);
           const S q = blind ? Scalar<S>::zero() : multiply(conjugate(before[i + s][n]), p[n]);
           through_A[s] = multiply_rate(rate[n], q, through_A[s]);
-          dA_here[n] = scaled_sum(delta, q, dA_here[n]);
+          dA_now[n] = scaled_sum(delta, q, dA_now[n]);
         }
         if (kMarked && cuts >> step & 1)
           cut(marks.resets >> step & 1, marks.starts >> step & 1, position(is.number) + step);
@@ -852,7 +871,7 @@ struct Backward {
       }
       if (i % Tile::kSteps == 0) {
 #pragma unroll
-        for (int n = 0; n < kStates; ++n) dA[n] = add(dA[n], dA_here[n]);
+        for (int n = 0; n < kStates; ++n) dA()[n] = add(dA()[n], dA_now[n]);
       }
     }
     if (kGated && args.z.start) {  // or else a slice to come needs dy
@@ -1009,7 +1028,7 @@ struct Backward {
     if (!kPlain && args.limited) {
 #pragma unroll
       for (int i = 0; i < kItems; ++i)
-        if (slope[i] == R(0)) dx[i] = R(0);
+        if (slope[i] < R(0)) dx[i] = R(0);
     }
     add_up(shared.totals[0], [&](int i, R sum) { return counts(i) ? multiply_add(dy[i], v[i], sum) : sum; });
     add_up(shared.totals[1], [&](int i, R sum) { return counts(i) ? sum + dx[i] : sum; });
@@ -1082,7 +1101,7 @@ struct Backward {
   // thread has so many. States that do not exist are 0.
   __device__ __forceinline__ void start_saved(int which, int states) {
     S* const to = shared.saved[thread];
-    const char* const from = reinterpret_cast<const char*>(saved + which * Tile::kSlice);
+    const char* const from = reinterpret_cast<const char*>(saved() + which * Tile::kSlice);
     if (states >= kStates && (unsigned long long)from % sizeof(Row<S, kStates>) == 0) {
       start_copy(reinterpret_cast<Row<S, kStates>*>(to), from);
     } else {
@@ -1100,7 +1119,7 @@ struct Backward {
     if (!is_last()) {
       start_saved(slice + 1, my_states - Tile::kSlice);
     } else if (number > 0) {
-      saved -= args.channels * args.state;
+      saved() -= args.channels * args.state;
       start_saved(0, my_states + slice * Tile::kSlice);
     }
   }
@@ -1128,9 +1147,9 @@ struct Backward {
       gradient(kGradZ) = first(args.grad_z);
     }
     const long long all = (args.length + kStateInterval - 1) / kStateInterval;  // intervals of the row
-    saved = reinterpret_cast<const S*>(args.states) +
-            ((batch * all + at.begin / kStateInterval + intervals - 1) * args.channels + my_channel()) * args.state +
-            group * kStates;
+    saved() = reinterpret_cast<const S*>(args.states) +
+              ((batch * all + at.begin / kStateInterval + intervals - 1) * args.channels + my_channel()) * args.state +
+              group * kStates;
     each_slice([&](int s) {
       take_slice(s);
 #pragma unroll
@@ -1223,7 +1242,7 @@ struct Backward {
     turn_to(which);
 #pragma unroll
     for (int n = 0; n < kStates; ++n) {
-      rate[n] = p[n] = dA[n] = Scalar<S>::zero();
+      rate[n] = p[n] = dA()[n] = Scalar<S>::zero();
       if constexpr (!Tile::kTimeB) constant_B[n] = constant_dB[n] = Scalar<S>::zero();
       if constexpr (!Tile::kTimeC) constant_C[n] = constant_dC[n] = Scalar<S>::zero();
     }
@@ -1273,7 +1292,7 @@ struct Backward {
       take_slice(s);
       each_state([&](int n) {
         const long long i = (row * args.channels + my_channel()) * args.state + my_state(n);
-        reinterpret_cast<S*>(args.part_A)[i] = dA[n];
+        reinterpret_cast<S*>(args.part_A)[i] = dA()[n];
         if constexpr (!Tile::kTimeB) reinterpret_cast<S*>(args.grad_B.start)[i] = constant_dB[n];
         if constexpr (!Tile::kTimeC) reinterpret_cast<S*>(args.grad_C.start)[i] = constant_dC[n];
       });

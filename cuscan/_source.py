@@ -252,7 +252,7 @@ def backward_source(kind: SelectiveKind) -> KernelSource:
     shared = {}
     for summarise, struct_, memory, blocks in (
         (False, "Shared", tile.shared_memory(kind), 1),
-        (True, "Summary", tile.summary_memory(kind), 4),
+        (True, "Summary", tile.summary_memory(kind), 3 if kind.time_fast and kind.segmented else 4),
     ):
         name = backward_name(kind, tile, summarise)
         shared[name] = memory

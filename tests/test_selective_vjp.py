@@ -524,6 +524,12 @@ def test_without_states_silus_slope_is_exact_where_a_sigmoid_is_nearly_1(executo
     check(executor, SelectiveGradientProblem(of=given))
 
 
+def test_nan_is_not_hidden_where_softplus_is_flat(executor):
+    # Found by the fuzzer: within its limits a delta of 0 has the slope 0, which is not that of one beyond them.
+    given = SelectiveProblem(seed=3765397, length=1, channels=3, values="nan", softplus=True, limit=(0.0, float("inf")))
+    check(executor, SelectiveGradientProblem(of=given))
+
+
 def test_sequences_without_steps_hand_on_what_they_get(executor):
     fields = {"dtype": "bfloat16", "cu_seqlens": LAID, "lengths": (0, 0, 0), "head": 7, **EXACT}
     given = problem(1, 20, 3, 2, **fields).arguments()
