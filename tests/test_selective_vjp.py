@@ -524,6 +524,7 @@ def test_without_states_silus_slope_is_exact_where_a_sigmoid_is_nearly_1(executo
     check(executor, SelectiveGradientProblem(of=given))
 
 
+@full_on_host
 def test_nan_is_not_hidden_where_softplus_is_flat(executor):
     # Found by the fuzzer: within its limits a delta of 0 has the slope 0, which is not that of one beyond them.
     given = SelectiveProblem(seed=3765397, length=1, channels=3, values="nan", softplus=True, limit=(0.0, float("inf")))
