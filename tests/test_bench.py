@@ -116,9 +116,9 @@ def test_every_shape_that_counts_is_measured():
 def test_limits_count_what_a_call_must_do():
     first = Selective(8, 4096, 1024, 16)
     elements = 8 * 4096 * 1024
-    assert first.work == ("exponentials", elements * 18)
+    assert first.work == ("exponentials", elements * 17)
     assert first.useful_bytes == (3 * elements + 2 * 8 * 4096 * 16) * 2
-    assert first.least(CEILINGS) == (elements * 18 / 4e12, "exponentials")
+    assert first.least(CEILINGS) == (elements * 17 / 4e12, "exponentials")
     gated = Selective(8, 4096, 1024, 16, z=True)
     assert gated.work[1] - first.work[1] == 2 * elements
     back = SelectiveBackward(8, 4096, 1024, 16)
