@@ -203,6 +203,7 @@ struct BackwardTile {
     alignas(16) char* gradients[5][kThreads];
     alignas(16) S dA[sizeof(R) > 4 ? kThreads : 1][kStates];
     alignas(16) const S* next_saved[sizeof(R) > 4 ? kThreads : 1];
+    alignas(16) S constant_C[sizeof(R) > 4 && !kTimeC ? kThreads : 1][kStates];
     alignas(16) Own<R, kItems> slope;      // of delta in what it is made of
     alignas(16) Own<R, kOwned> totals[2];  // of a thread's items, for dD and d delta_bias
     alignas(16) R D[kChannels];
@@ -278,8 +279,8 @@ struct Backward {
   const int special;                          // of kWhole, kFromZero, kSeveral: at hand, not in memory
   long long batch;
   S rate[kStates], p[kStates];
-  // Doubles leave too few registers for these: the saved state, of the first state of its group, of the interval that
-  // is next, and the sums of dA.
+  // Doubles leave too few registers for these: the saved state that is next, of the first state of its group; the sums
+  // of dA; C where it is constant.
   static constexpr bool kInMemory = sizeof(R) > 4 && !kSummarise;
   const S* saved_here;
   S dA_here[kInMemory ? 1 : kStates];
@@ -316,14 +317,22 @@ struct Backward {
     else
       return saved_here;
   }
-  __device__ __forceinline__ S (&dA()) [kStates] {
+  __device__ __forceinline__ auto& dA() {
     if constexpr (kInMemory)
       return shared.dA[thread];
     else
       return dA_here;
-  } __device__ __forceinline__ long long my_channel() const {
-    return at.first_channel + shared.channel[thread];
   }
+  __device__ __forceinline__ auto& held_C() {
+    if constexpr (kInMemory && !Tile::kTimeC)
+      return shared.constant_C[thread];
+    else
+      return constant_C;
+  }
+  __device__ __forceinline__ unsigned channel() const {
+    return kInMemory ? Tile::channel_of(own) : shared.channel[thread];
+  }
+  __device__ __forceinline__ long long my_channel() const { return at.first_channel + channel(); }
   // The state that local n is.
   __device__ __forceinline__ int local_state(int n) const { return n ^ order; }
   __device__ __forceinline__ long long my_state(int n) const {
@@ -333,7 +342,7 @@ struct Backward {
   __device__ __forceinline__ int states_of(int slice) const { return (int)args.state - slice * Tile::kSlice; }
   __device__ __forceinline__ void turn_to(int which) {
     slice = kSummarise ? at.slice : which;
-    my_states = states_of(slice) - group * kStates - ((int)shared.channel[thread] < at.channels ? 0 : 1 << 30);
+    my_states = states_of(slice) - group * kStates - ((int)channel() < at.channels ? 0 : 1 << 30);
   }
 
   // What a thread has of a slice is kept in memory while another has its turn, where there are several.
@@ -355,7 +364,7 @@ struct Backward {
     function(*kept++, p);
     function(*kept++, dA());
     if constexpr (!Tile::kTimeB) function(*kept++, constant_B), function(*kept++, constant_dB);
-    if constexpr (!Tile::kTimeC) function(*kept++, constant_C), function(*kept++, constant_dC);
+    if constexpr (!Tile::kTimeC) function(*kept++, held_C()), function(*kept++, constant_dC);
   }
   __device__ __forceinline__ void keep_slice() {
     if (several()) each_kept([&](auto& kept, const S(&values)[kStates]) { kept.write(thread, values); });
@@ -631,8 +640,9 @@ struct Backward {
   }
   __device__ __forceinline__ void read_C(S (&C)[kStates], int step) const {
     if constexpr (Tile::kTimeC) read_row(C, &shared.C[order][step * Tile::kSlice + group * kStates]);
+    if constexpr (!Tile::kTimeC && kInMemory) read_row(C, shared.constant_C[thread]);
 #pragma unroll
-    for (int n = 0; n < kStates && !Tile::kTimeC; ++n) C[n] = constant_C[Tile::kTimeC ? 0 : n];
+    for (int n = 0; n < kStates && !Tile::kTimeC && !kInMemory; ++n) C[n] = constant_C[Tile::kTimeC ? 0 : n];
   }
 
   // The state that enters a step which resets or starts a sequence.
@@ -1244,7 +1254,7 @@ struct Backward {
     for (int n = 0; n < kStates; ++n) {
       rate[n] = p[n] = dA()[n] = Scalar<S>::zero();
       if constexpr (!Tile::kTimeB) constant_B[n] = constant_dB[n] = Scalar<S>::zero();
-      if constexpr (!Tile::kTimeC) constant_C[n] = constant_dC[n] = Scalar<S>::zero();
+      if constexpr (!Tile::kTimeC) held_C()[n] = constant_dC[n] = Scalar<S>::zero();
     }
     each_state([&](int n) {
       S A;
@@ -1253,7 +1263,7 @@ struct Backward {
       if constexpr (!Tile::kTimeB)
         load_as(constant_B[n], args.B.start + my_channel() * args.B.channel + my_state(n) * args.B.state, args.B.code);
       if constexpr (!Tile::kTimeC)
-        load_as(constant_C[n], args.C.start + my_channel() * args.C.channel + my_state(n) * args.C.state, args.C.code);
+        load_as(held_C()[n], args.C.start + my_channel() * args.C.channel + my_state(n) * args.C.state, args.C.code);
     });
     keep_slice();
   }

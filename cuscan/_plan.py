@@ -706,8 +706,9 @@ class BackwardTile:
         entering = (parts + 1) * self.threads * self.states
         totals = self.threads * (self.run + 2 * (1 if kind.time_fast else self.run))
         gradients = 5 * self.threads * 8
-        of_thread = self.threads if real > 4 else 1  # dA and next_saved
+        of_thread = self.threads if real > 4 else 1  # dA, next_saved and constant_C
         gradients += _round_up(of_thread * self.states * state, 16) + _round_up(of_thread * 8, 16)
+        gradients += _round_up((1 if kind.time_C else of_thread) * self.states * state, 16)
         own = (sums + totals) * real + (couples + entering) * state + gradients
         return self.summary_memory(kind) + own + self._orders(kind, kind.time_B) + self._slots(kind, 1, 0)
 
