@@ -120,12 +120,7 @@ struct Raw<T, true> {
     else
       bits = load_item<unsigned short>(at);
   }
-  __device__ __forceinline__ void load(const char* at, bool wide) {
-    if (wide)
-      load<true>(at);
-    else
-      load<false>(at);
-  }
+  __device__ __forceinline__ void load(const char* at, bool wide) { wide ? load<true>(at) : load<false>(at); }
   __device__ __forceinline__ void clear() { bits = 0; }
   __device__ __forceinline__ float value(bool wide) const {
     return wide ? __uint_as_float(bits) : widen(T{(unsigned short)bits});
