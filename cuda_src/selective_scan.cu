@@ -331,9 +331,8 @@ __device__ __forceinline__ void selective_scan(const SelectiveArgs& args, unsign
       start_marks(tile + 3);
     };
 
-    // A constant where registers are not scarce: the compiler then moves loads farther ahead.
-    constexpr bool kScarce = sizeof(R) > 4 || (Tile::kSegmented && Tile::kStates > 4);
-    const int next_drive = kScarce && !mine_exist ? 0 : Tile::kRow;
+    // A constant, but not of doubles: the compiler would move their loads farther ahead than there are registers for.
+    const int next_drive = sizeof(R) > 4 && !mine_exist ? 0 : Tile::kRow;
     bool resets = false;  // has any step so far?
     auto compute = [&](int tile) {
       const StepMarks marks = marks_of(tile);

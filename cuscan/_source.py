@@ -220,7 +220,7 @@ def selective_source(kind: SelectiveKind) -> KernelSource:
             name = selective_name(kind, tile, summarise)
             shared[name] = tile.shared_memory(kind)
             # Marks, and runs along time that they cut, take registers.
-            blocks = tile.blocks - (kind.segmented and kind.time_fast)
+            blocks = tile.blocks - (kind.segmented and (kind.time_fast or tile.states == 8))
             bounds = f"{tile.threads}, resident_blocks({blocks}, {shared[name]})"
             entries[name] = (
                 f'extern "C" __global__ void __launch_bounds__({bounds}) '
