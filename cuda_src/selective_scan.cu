@@ -19,7 +19,7 @@
 //   compute  the recurrence over the tile; y is summed over the lanes, kGroups steps at once, into shared memory
 //   finish   D, z; y is stored
 //
-// In one interval between two barriers a block finishes tile i - 1, commits tile i + 1, starts the loads of tile i + 2
+// In one interval between two barriers a block commits tile i + 1, finishes tile i - 1, starts the loads of tile i + 2
 // and computes tile i. What one stage hands to the next in shared memory is there twice, for even and for odd tiles.
 //
 // At the start of every tile the state that enters is saved where it is wanted.
