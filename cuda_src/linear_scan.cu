@@ -8,7 +8,7 @@
 //          (Pair), if their addresses allow it: each has the bits it has alone.
 //   time   the lanes of a warp own neighbouring packs of 16 bytes along time, each thread kRounds of them.
 //          For time that is contiguous, or for few rows. A tile is loaded into shared memory while the one before it is
-//          worked on.
+//          worked on. Where two rows take turns in memory, one pass takes them as one (Pair).
 //
 // In both, `row_warps` warps share a row and take it in tiles: each warp folds its part of the tile to one map, leaves
 // it in shared memory, and after a barrier applies its predecessors' maps to the state that enters the tile. One
@@ -30,6 +30,11 @@
 #include "linear_look_back.cuh"
 
 enum Part { kApply, kSummarise, kOnePass };
+
+// In one pass: warps of a block at most, steps of a thread over rows, and its packs over time.
+constexpr int kPassWarps = 16, kPassSteps = 24;
+template <class T>
+constexpr int kPassRounds = sizeof(T) > 4 ? 5 : 6;  // a pair takes twice the registers
 
 // The one place where a step is formed. One that does not exist (the tail of a tile) or is masked is the identity, by
 // selection: whatever was read for it does not enter.
@@ -74,33 +79,40 @@ struct Steps {
   __device__ __forceinline__ T input(int s, int, bool) const { return inputs[s]; }
 };
 
-// The same in the thread's own slots of shared memory, where they wait while the thread looks back.
-template <class T>
+// The same in slots of shared memory, where they wait while the block looks back. A slot is of the thread that reads it
+// but where a step of the warp's rows is one piece of memory (`piece`): there eight lanes copy it.
+template <class T, int kSteps>
 struct StepSlots {
-  static constexpr int kSteps = Steps<T>::kSteps;
-  T* slots;  // this thread's first
+  T* slots;  // this thread's first, of its warp's
 
-  static __device__ __forceinline__ int bytes() { return 2 * kSteps * blockDim.x * sizeof(T); }
-  __device__ __forceinline__ T* gate_slot(int s) const { return slots + s * blockDim.x; }
-  __device__ __forceinline__ T* input_slot(int s) const { return slots + (kSteps + s) * blockDim.x; }
+  __device__ __forceinline__ StepSlots(unsigned char* memory)
+      : slots(reinterpret_cast<T*>(memory) + threadIdx.x / 32 * (2 * kSteps * 32) + threadIdx.x % 32) {}
+  __device__ __forceinline__ T* gate_slot(int s) const { return slots + s * 32; }
+  __device__ __forceinline__ T* input_slot(int s) const { return slots + (kSteps + s) * 32; }
   __device__ __forceinline__ void start(const LinearArgs& args, const char* gate_at, const char* input_at, int steps,
-                                        bool whole) {
-    if constexpr (sizeof(T) < 4) {  // too small for asynchronous copies
-      Steps<T> loaded;
-      loaded.start(args, gate_at, input_at, steps, whole);
+                                        bool whole) const {
+    if (args.gate.start) start(args, args.gate, gate_at, gate_slot(0), steps, whole);
+    start(args, args.input, input_at, input_slot(0), steps, whole);
+  }
+  // `first`: the thread's slot of its first step.
+  __device__ __forceinline__ void start(const LinearArgs& args, const LinearArray& array, const char* at, T* first,
+                                        int steps, bool whole) const {
+    using Piece = Items<T, 16 / sizeof(T)>;
+    constexpr int kPieces = 32 * sizeof(T) / 16, kAtOnce = 32 / kPieces;  // of a step; steps of an access of the warp
+    static_assert(kSteps % kAtOnce == 0, "a warp's accesses are whole steps");
+    const int lane = threadIdx.x % 32, last = args.row_dims - 1;
+    const char* corner = at - lane * (int)sizeof(T);
+    const bool piece = whole && last >= 0 && array.row[last] == sizeof(T) && args.row_size[last] % 32 == 0 &&
+                       (reinterpret_cast<size_t>(corner) | array.time) % 16 == 0;
+    if (piece) {
+      const char* from = corner + lane / kPieces * array.time + lane % kPieces * 16;
+      Piece* to = reinterpret_cast<Piece*>(first - lane) + lane;
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s)
-        if (s < steps) {
-          if (args.gate.start) *gate_slot(s) = loaded.gates[s];
-          *input_slot(s) = loaded.inputs[s];
-        }
+      for (int s = 0; s < kSteps; s += kAtOnce, from += kAtOnce * array.time, to += 32) start_copy(to, from);
     } else {
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s, gate_at += args.gate.time, input_at += args.input.time)
-        if (whole || s < steps) {
-          if (args.gate.start) start_copy(gate_slot(s), gate_at);
-          start_copy(input_slot(s), input_at);
-        }
+      for (int s = 0; s < kSteps; ++s, at += array.time)
+        if (whole || s < steps) start_copy(first + s * 32, at);
     }
   }
   __device__ __forceinline__ T gate(const LinearArgs& args, int s, int steps, bool whole) const {
@@ -122,8 +134,8 @@ template <class T, Part kPart, bool kSegmented>
 __device__ __forceinline__ void linear_rows(const LinearArgs& args, unsigned char* memory) {
   using S = typename Accumulated<T>::type;
   using Map = typename MapOf<S, kSegmented>::type;
-  constexpr int kSteps = Steps<T>::kSteps;
-  __shared__ Map maps[kPart == kOnePass ? 3 : 2][kMostWarps][32];
+  constexpr int kSteps = kPart == kOnePass ? kPassSteps : Steps<T>::kSteps;
+  __shared__ Map maps[kPart == kOnePass ? 1 : 2][kPart == kOnePass ? kPassWarps : kMostWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int slot = warp / args.row_warps, warp_in_row = warp % args.row_warps;
   const int slots = blockDim.x / 32 / args.row_warps;
@@ -215,58 +227,40 @@ __device__ __forceinline__ void linear_rows(const LinearArgs& args, unsigned cha
 
   if constexpr (kPart == kOnePass) {
     if (args.cell_pairs > 0) return clear_cells(args);
-    // As in linear_time, see there. `folds` are of the maps that each warp looks at.
-    __shared__ Map folds[kMostWarps][32];
-    __shared__ long long ticket;
+    // As in linear_time, see there; but each warp looks at one tile before, of whose rows it has one a lane.
+    __shared__ Map before[kPassWarps][32];
+    __shared__ S entering_tile[32];
     const LookBack<Map, true> look_back(args);
-    auto stage_of = [&](int number) -> StepSlots<T> {
-      return {reinterpret_cast<T*>(memory + number * StepSlots<T>::bytes()) + threadIdx.x};
-    };
-    // `now` is folded and published, the loads of `next` are under way.
-    long long now = items, next = first_ticket(args);
-    int stage = 0;  // of next
-    if (next < items) {
-      const RowsItem item = item_of(next);
-      start(stage_of(stage), item, item.begin);
+    const StepSlots<T, kSteps> raw(memory);
+    const RowsItem item = item_of(take_ticket(args));
+    start(raw, item, item.begin);
+    wait_for_copies();
+    __syncwarp();
+    maps[0][warp][lane] = fold(raw, item, item.begin);
+    __syncthreads();
+    const int tiles = look_back.tiles_before(item.chunk);
+    Map whole = Map::identity();
+    if (item.real && warp == 0) {
+      whole = fold_of(&maps[0][0][lane], 32, args.row_warps);
+      look_back.publish(item.row, item.chunk, whole);
     }
-    while (now < items || next < items) {
-      wait_for_copies();
-      if (threadIdx.x == 0) ticket = take_ticket(args);
-      {
-        const RowsItem item = item_of(next);
-        maps[stage][warp][lane] = fold(stage_of(stage), item, item.begin);
-        __syncthreads();
-        if (warp == 0 && item.real)
-          look_back.publish(item.row, item.chunk, fold_of(&maps[stage][0][lane], 32, args.row_warps));
-      }
-      const long long later = ticket;
-      if (later < items) {
-        const RowsItem item = item_of(later);
-        start(stage_of((stage + 1) % 3), item, item.begin);
-      }
-      const int stage_now = (stage + 2) % 3;
-      const RowsItem item = item_of(now);
-      const int before = (int)(item.chunk % look_back.group);
-      Carry<Map, false> entering;
+    if (item.real && warp < tiles) before[warp][lane] = look_back.map_before(item.row, item.chunk, warp);
+    __syncthreads();
+    if (warp == 0) {
+      S state = Scalar<S>::zero();
       if (item.real) {
-        Arriving<S> arriving = {};
-        if (item.chunk < look_back.group) entering.state = entering_state<S, kSegmented>(args, item.at, item.row, 0);
-        if (warp * kLooks < before)
-          folds[warp][lane] = look_back.maps_before(item.row, item.chunk, warp * kLooks, arriving);
-        if (item.chunk >= look_back.group) entering.state = look_back.state_before(item.row, item.chunk, arriving);
+        state = item.chunk < look_back.group
+                    ? entering_state<S, kSegmented>(args, locate_row(args, item.row), item.row, 0)
+                    : look_back.state_before(item.row, item.chunk);
+        if (tiles > 0) state = apply(fold_of(&before[0][lane], 32, tiles), state);
+        look_back.publish_state(item.row, item.chunk, apply(whole, state));
       }
-      __syncthreads();
-      if (item.real)
-        for (int w = 0; w * kLooks < before; ++w) entering.add(folds[w][lane]);
-      if (now < items) {
-        const S state = entering.add_all(&maps[stage_now][0][lane], 32, args.row_warps, warp);
-        if (warp == 0 && item.real) look_back.publish_state(item.row, item.chunk, entering.state);
-        finish(stage_of(stage_now), item, item.begin, state);
-      }
-      now = next;
-      next = later;
-      stage = (stage + 1) % 3;
+      entering_tile[lane] = state;
     }
+    __syncthreads();
+    Carry<Map, false> entering;
+    entering.state = entering_tile[lane];
+    finish(raw, item, item.begin, entering.add_all(&maps[0][0][lane], 32, args.row_warps, warp));
   } else {
     Carry<Map, kPart == kSummarise> carry;
     auto process = [&](const Steps<T>& raw, const RowsItem& item, long long base) {
@@ -339,9 +333,10 @@ template <class T, Part kPart, bool kSegmented>
 __device__ __forceinline__ void linear_time(const LinearArgs& args, unsigned char* memory) {
   using S = typename Accumulated<T>::type;
   using Map = typename MapOf<S, kSegmented>::type;
-  using Slots = PackSlots<T>;
-  constexpr int kItems = Slots::kItems, kApart = Slots::kApart, kRounds = Slots::kRounds;
-  __shared__ Map maps[3][kMostWarps];
+  constexpr int kRounds = kPart == kOnePass ? kPassRounds<T> : Packs<T>::kRounds;
+  using Slots = PackSlots<T, kRounds>;
+  constexpr int kItems = Slots::kItems, kApart = Slots::kApart;
+  __shared__ Map maps[kPart == kOnePass ? 1 : 2][kPart == kOnePass ? kPassWarps : kMostWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int slot = warp / args.row_warps, warp_in_row = warp % args.row_warps;
   const int slots = blockDim.x / 32 / args.row_warps;
@@ -507,26 +502,21 @@ __device__ __forceinline__ void linear_time(const LinearArgs& args, unsigned cha
     const bool ends = args.last.start && !(kSegmented && args.ids) && end_of(tile) == args.length;
     S last = Scalar<S>::zero();  // of the thread's steps that which is the row's last
     const StepMarks& marks = view.marks;
-    S before[kRounds];  // the state that enters each pack
-#pragma unroll
-    for (int r = 0; r < kRounds; ++r) {
-      const Map lower = from_lane_below(inclusive.map[r], 1);
-      before[r] = lane == 0 ? entering : apply(lower, entering);
-      entering = apply(from_lane(inclusive.map[r], 31), entering);
-    }
     char* to = args.output.start + tile.place.output;
     auto finish_packs = [&](auto tag) {
 #pragma unroll
       for (int r = 0; r < kRounds; ++r, to += kApart * args.output.time) {
         const Run<Map, kItems> run = maps_of(view, again(view, stage, r, tag), r, tag);
         S state[1][kItems];
-        S running = before[r];
+        const Map lower = from_lane_below(inclusive.map[r], 1);
+        S running = lane == 0 ? entering : apply(lower, entering);
+        entering = apply(from_lane(inclusive.map[r], 31), entering);
 #pragma unroll
         for (int v = 0; v < kItems; ++v) state[0][v] = running = apply(run.map[v], running);
         if (tag.value && args.output.packs)
           store_pack<T>(args.output, to, state[0]);
         else
-          store_packs<T>(args.output, args.output_code, to, left - r * kApart, state);
+          store_packs<T>(args.output, args.output_code, to, left - r * kApart, state, beside(args, args.output));
         if (ends) {
 #pragma unroll
           for (int v = 0; v < kItems; ++v)
@@ -547,47 +537,39 @@ __device__ __forceinline__ void linear_time(const LinearArgs& args, unsigned cha
 
   if constexpr (kPart == kOnePass) {
     if (args.cell_pairs > 0) return clear_cells(args);
-    // While the block looks back for `now`, which is folded and published, the loads of the tile after `next` are under
-    // way. Two barriers a tile: the maps of `next` and its successor's ticket are there; what enters `now` is there.
+    // Two barriers: the maps of the warps are there; what enters the tile is there.
     __shared__ S entering_tile;
-    __shared__ long long ticket;
     const LookBack<Map, false> look_back(args);
-    TimeTile now = tile_of(items), next = tile_of(first_ticket(args));
-    Run<Map, kRounds> of_now, of_next;
-    int stage = 0;  // of next, and of its maps
-    if (next.first < items) start(next, stage);
-    while (now.first < items || next.first < items) {
-      wait_for_copies();
-      if (threadIdx.x == 0) ticket = take_ticket(args);
-      const Map own = fold(view_of(next), stage, of_next);
-      if (lane == 0) maps[stage][warp] = own;
-      __syncthreads();
-      if (threadIdx.x == 0 && next.first < items)
-        look_back.publish(next.row, next.chunk, fold_of(maps[stage], 1, args.row_warps));
-      const TimeTile later = tile_of(ticket);
-      if (later.first < items) start(later, (stage + 1) % 3);
-      const Map(&parts)[kMostWarps] = maps[(stage + 2) % 3];  // of now
-      if (warp == 0 && now.first < items) {
-        S state = Scalar<S>::zero();
-        if (now.chunk < look_back.group)
-          state = entering_state<S, kSegmented>(args, locate_row(args, now.row), now.row, 0);
-        state = look_back.enters_over_time(now.row, now.chunk, lane, state);
-        if (lane == 0) {
-          look_back.publish_state(now.row, now.chunk, apply(fold_of(parts, 1, args.row_warps), state));
-          entering_tile = state;
-        }
+    const TimeTile tile = tile_of(take_ticket(args));
+    start(tile, 0);
+    wait_for_copies();
+    const TimeView view = view_of(tile);
+    Run<Map, kRounds> inclusive;
+    const Map own = fold(view, 0, inclusive);
+    if (lane == 0) maps[0][warp] = own;
+    __syncthreads();
+    if (warp == 0) {
+      const Map whole = fold_of(maps[0], 1, args.row_warps);
+      if (lane == 0) look_back.publish(tile.row, tile.chunk, whole);
+      const int tiles = look_back.tiles_before(tile.chunk);
+      Map before = Map::identity();
+      if (tiles > 0) {
+        before = look_back.map_before(tile.row, tile.chunk, lane < tiles ? lane : tiles - 1);
+        before = from_lane(warp_inclusive_scan(before, lane), tiles - 1);
       }
-      __syncthreads();
-      if (now.first < items) {
-        Carry<Map, false> entering;
-        entering.state = entering_tile;
-        finish(now, view_of(now), (stage + 2) % 3, of_now, entering.add_all(parts, 1, args.row_warps, warp));
+      S state = tile.chunk < look_back.group
+                    ? entering_state<S, kSegmented>(args, locate_row(args, tile.row), tile.row, 0)
+                    : look_back.state_before(tile.row, tile.chunk);
+      if (tiles > 0) state = apply(before, state);
+      if (lane == 0) {
+        look_back.publish_state(tile.row, tile.chunk, apply(whole, state));
+        entering_tile = state;
       }
-      now = next;
-      next = later;
-      of_now = of_next;
-      stage = (stage + 1) % 3;
     }
+    __syncthreads();
+    Carry<Map, false> entering;
+    entering.state = entering_tile;
+    finish(tile, view, 0, inclusive, entering.add_all(maps[0], 1, args.row_warps, warp));
   } else {
     TimeTile now = tile_of((long long)blockIdx.x * slots);
     int stage = 0;

@@ -22,7 +22,7 @@ __device__ __forceinline__ long long divide(long long x, long long y, long long&
   return quotient;
 }
 
-// Two neighbouring rows of 16-bit items that a thread takes as one: each has the steps it has alone.
+// Two neighbouring rows that a thread takes as one: each has the steps it has alone.
 template <class R>
 struct alignas(2 * sizeof(R)) Two {
   R first, second;
@@ -59,6 +59,15 @@ __device__ __forceinline__ void narrow(Two<float> values, Pair<Item>& pair) {
   pair.set({values.first, values.second});
 }
 
+template <class R>
+__device__ __forceinline__ Two<R> from_lane_below(Two<R> x, int distance) {
+  return {from_lane_below(x.first, distance), from_lane_below(x.second, distance)};
+}
+template <class R>
+__device__ __forceinline__ Two<R> from_lane(Two<R> x, int lane) {
+  return {from_lane(x.first, lane), from_lane(x.second, lane)};
+}
+
 template <class S>
 struct RowsOf {
   static constexpr int kRows = 1;
@@ -72,6 +81,25 @@ template <class R>
 __device__ __forceinline__ void store_as(char* address, int code, Two<R> value) {
   store_as(address, code, value.first);
   store_as(address + (code == kFloat64 ? 8 : code == kFloat32 ? 4 : 2), code, value.second);
+}
+
+// State of one row; that of two rows is in two places, `beside` bytes apart.
+template <class S>
+__device__ __forceinline__ S load_state(const char* address, long long) {
+  return load_item<S>(address);
+}
+template <>
+__device__ __forceinline__ Two<float> load_state(const char* address, long long beside) {
+  return {load_item<float>(address), load_item<float>(address + beside)};
+}
+template <class S>
+__device__ __forceinline__ void store_state(char* address, long long, int code, S state) {
+  store_as(address, code, state);
+}
+template <class R>
+__device__ __forceinline__ void store_state(char* address, long long beside, int code, Two<R> state) {
+  store_as(address, code, state.first);
+  store_as(address + beside, code, state.second);
 }
 
 template <class S, bool kSegmented>
@@ -119,6 +147,11 @@ __device__ __forceinline__ LinearRow locate_row(const LinearArgs& args, long lon
   return at;
 }
 
+// From a row of an array to the one beside it, where the last axis counts pairs of rows.
+__device__ __forceinline__ long long beside(const LinearArgs& args, const LinearArray& array) {
+  return array.row[args.row_dims > 0 ? args.row_dims - 1 : 0] / 2;
+}
+
 __device__ __forceinline__ float constant_gate(const LinearArgs& args, float) { return args.gate32[0]; }
 __device__ __forceinline__ double constant_gate(const LinearArgs& args, double) { return args.gate64[0]; }
 __device__ __forceinline__ Two<float> constant_gate(const LinearArgs& args, Two<float>) {
@@ -150,7 +183,8 @@ __device__ __forceinline__ S entering_state(const LinearArgs& args, const Linear
   if (chunk > 0)
     return reinterpret_cast<const S*>(args.summary_input)[row * args.summary_row + (chunk - 1) * args.summary_chunk];
   // The states that enter packed sequences do so where they start.
-  return args.initial.start && !(kSegmented && args.ids) ? load_item<S>(at.initial) : Scalar<S>::negative_zero();
+  return args.initial.start && !(kSegmented && args.ids) ? load_state<S>(at.initial, beside(args, args.initial))
+                                                         : Scalar<S>::negative_zero();
 }
 
 template <class S>
@@ -186,6 +220,7 @@ struct Carry {
   // Takes in the parts of a tile, `stride` maps apart, and returns the state that enters the one of `warp_in_row`.
   __device__ __forceinline__ S add_all(const Map* parts, int stride, int row_warps, int warp_in_row) {
     S entering = state;
+#pragma unroll 4
     for (int w = 0; w < row_warps; ++w) {
       if (w == warp_in_row) entering = state;
       add(parts[w * stride]);
@@ -199,10 +234,10 @@ struct Carry {
 // A thread's packs in a tile. Warp w of a slot owns the packs [w * kRounds * 32, (w + 1) * kRounds * 32), round r of
 // them the r-th 32, lane i the i-th. The order of association: a pack by its thread, packs by Hillis-Steele, rounds,
 // warps, tiles.
-template <class T>
+template <class T, int kRounds_ = Pack<T>::kItems == 4 ? 4 : 2>
 struct Packs {
   static constexpr int kItems = Pack<T>::kItems;
-  static constexpr int kRounds = kItems == 4 ? 4 : 2;
+  static constexpr int kRounds = kRounds_;
   static constexpr int kApart = 32 * kItems;                      // steps from one of a thread's packs to its next
   static constexpr int kReach = (kRounds - 1) * kApart + kItems;  // steps from its first to behind its last
 };
@@ -227,19 +262,31 @@ __device__ __forceinline__ Items<T, N> in_order(const Items<T, N> pack, bool dow
   return ordered;
 }
 
+// Starts the copy of one item into shared memory; of a pair, of which each is aligned for itself, of two.
+template <class T>
+__device__ __forceinline__ void start_item(T* to, const char* from) {
+  if constexpr (sizeof(T) < 4)  // too small for asynchronous copies
+    *to = load_item<T>(from);
+  else
+    start_copy(to, from);
+}
+__device__ __forceinline__ void start_item(Pair<float>* to, const char* from) {
+  start_copy(&to->item[0], from);
+  start_copy(&to->item[1], from + sizeof(float));
+}
+
 // They come into the thread's own slots of shared memory: `which` 0 holds gates and 1 inputs, and one stage is filled
 // while another is worked on.
-template <class T>
+template <class T, int kRounds = Packs<T>::kRounds>
 struct PackSlots {
-  static constexpr int kItems = Packs<T>::kItems, kRounds = Packs<T>::kRounds, kApart = Packs<T>::kApart;
-  static constexpr int kReach = Packs<T>::kReach;
-  Pack<T>* slots;  // this thread's first
+  using Own = Packs<T, kRounds>;
+  static constexpr int kItems = Own::kItems, kApart = Own::kApart, kReach = Own::kReach;
+  Pack<T>* slots;  // this thread's first, of its warp's
 
   __device__ __forceinline__ PackSlots(unsigned char* memory, int stage)
-      : slots(reinterpret_cast<Pack<T>*>(memory) + stage * 2 * kRounds * blockDim.x + threadIdx.x) {}
-  __device__ __forceinline__ Pack<T>* slot(int array, int r) const {
-    return slots + (array * kRounds + r) * blockDim.x;
-  }
+      : slots(reinterpret_cast<Pack<T>*>(memory) + (stage * blockDim.x + threadIdx.x / 32 * 32) * (2 * kRounds) +
+              threadIdx.x % 32) {}
+  __device__ __forceinline__ Pack<T>* slot(int array, int r) const { return slots + (array * kRounds + r) * 32; }
   // Starts copying the packs whose first step is at `at` and whose steps below `left` exist.
   __device__ __forceinline__ void start(int which, const LinearArray& array, const char* at, int left) const {
     if (array.packs && left >= kReach) {
@@ -252,11 +299,7 @@ struct PackSlots {
 #pragma unroll 1
         for (int v = 0; v < kItems; ++v, at += array.time)
           if (r * kApart + v < left) {
-            T* to = &slot(which, r)->item[v];
-            if constexpr (sizeof(T) < 4)  // too small for asynchronous copies
-              *to = load_item<T>(at);
-            else
-              start_copy(to, at);
+            start_item(&slot(which, r)->item[v], at);
           }
     }
   }
@@ -284,7 +327,7 @@ __device__ __forceinline__ void store_pack(const LinearArray& array, char* to, c
 
 template <class T, class S, int kRounds>
 __device__ __forceinline__ void store_packs(const LinearArray& array, int code, char* to, int left,
-                                            const S (&state)[kRounds][Pack<T>::kItems]) {
+                                            const S (&state)[kRounds][Pack<T>::kItems], long long beside = 0) {
   constexpr int kItems = Pack<T>::kItems, kApart = Packs<T>::kApart;
   if (array.packs && left >= (kRounds - 1) * kApart + kItems) {
 #pragma unroll
@@ -294,6 +337,6 @@ __device__ __forceinline__ void store_packs(const LinearArray& array, int code, 
     for (int r = 0; r < kRounds; ++r)
 #pragma unroll
       for (int v = 0; v < kItems; ++v)
-        if (r * kApart + v < left) store_as(to + (r * kApart + v) * array.time, code, state[r][v]);
+        if (r * kApart + v < left) store_state(to + (r * kApart + v) * array.time, beside, code, state[r][v]);
   }
 }

@@ -26,6 +26,7 @@ from ._plan import (
     UpdateKind,
     UpdatePlan,
     linear_slots,
+    pass_slots,
     plan_linear_summaries,
     selective_tiles,
 )
@@ -77,16 +78,17 @@ class Rows:
     rows: tuple[int, ...]
     item: str = "float32"
 
-    def packed(self, chunk: int, item: str) -> bytes:
-        """The argument's fields; packs are of items of type `item`."""
-        size = ITEM_BYTES[self.item]
+    def packed(self, chunk: int, item: str, sizes: tuple[int, ...] | None = None, pair: int = 1) -> bytes:
+        """The argument's fields; packs are of items of type `item`, `pair` rows each. `sizes` are those of the rows."""
+        size = pair * ITEM_BYTES[self.item]
+        rows = self.rows if sizes is None else [x for x, n in zip(self.rows, sizes, strict=False) if n > 1]
         # Packs are 16 consecutive bytes; in reverse the first step is the highest item of one.
         lowest = self.start if self.time > 0 else self.start - (16 - size)
         packs = (
             self.item == item
             and abs(self.time) == size
             and lowest % 16 == 0
-            and all(stride % 16 == 0 for stride in self.rows)
+            and all(stride % 16 == 0 for stride in rows)
             and chunk * size % 16 == 0
         )
         return struct.pack(LINEAR_ARRAY, self.start, self.time, *_pad(self.rows), packs)
@@ -198,19 +200,31 @@ class LinearCall:
         return self.segments is not None and self.segments.offsets is not None
 
     def adjacent(self) -> bool:
-        """Whether rows of 16-bit items lie so that two may be one, but for addresses and what is not read each step."""
-        arrays = [x for x in (self.gate, self.input) if isinstance(x, Rows)]
-        even = ITEM_BYTES[self.item] == 2 and len(self.sizes) > 0 and self.sizes[-1] % 2 == 0
-        return even and self.segments is None and all(x.adjacent() for x in arrays)
+        """Whether two neighbouring rows may be one, as far as the strides of what is read each step go.
 
-    def paired(self) -> LinearCall | None:
-        """The same with two neighbouring rows as one, if all arrays lie so that they can be."""
+        Of 16-bit items rows lie side by side, and are one where addresses and the other arrays allow it, too. Of
+        float32 two rows take turns along time, and are always one in one pass.
+        """
+        arrays = [x for x in (self.gate, self.input) if isinstance(x, Rows)]
+        size = ITEM_BYTES[self.item]
+        if self.segments is not None or not self.sizes or self.sizes[-1] % 2:
+            return False
+        if self.item == "float32":
+            return all(x.rows[-1] == size and abs(x.time) == 2 * size for x in arrays)
+        return size == 2 and all(x.adjacent() for x in arrays)
+
+    def paired(self) -> LinearCall:
+        """The same with two neighbouring rows as one."""
         arrays = {name: getattr(self, name) for name in ("gate", "input", "initial", "output", "last")}
-        arrays = {name: x for name, x in arrays.items() if isinstance(x, Rows)}
-        if not self.adjacent() or not all(x.adjacent(x.start) for x in arrays.values()):
-            return None
-        pairs = {name: replace(x, rows=(*x.rows[:-1], 2 * x.rows[-1])) for name, x in arrays.items()}
+        pairs = {
+            name: replace(x, rows=(*x.rows[:-1], 2 * x.rows[-1])) for name, x in arrays.items() if isinstance(x, Rows)
+        }
         return replace(self, sizes=(*self.sizes[:-1], self.sizes[-1] // 2), **pairs)
+
+    def aligned(self) -> bool:
+        """Whether all arrays lie so that two adjacent rows are one aligned item."""
+        arrays = (self.gate, self.input, self.initial, self.output, self.last)
+        return self.adjacent() and all(x.adjacent(x.start) for x in arrays if isinstance(x, Rows))
 
 
 def linear(
@@ -233,34 +247,36 @@ def linear(
     if call.segments is not None:
         marks = make_marks(place, call.segments, call.length, call.sizes, enters=call.initial is not None)
 
-    def start_part(part: str, blocks: int, stages: int, packed: bytes, *, pairs: bool = False) -> None:
+    def start_part(part: str, blocks: int, slots: int, packed: bytes, *, pairs: bool) -> None:
         name = linear_name(plan.order.lanes, part, call.item, segmented=marks is not None, pairs=pairs)
         threads = 32 * plan.fit.warps
-        shared = stages * threads * linear_slots(ITEM_BYTES[call.item], state_bytes, plan.order.lanes)
-        _start(place, source, name, blocks, threads, packed, shared)
+        _start(place, source, name, blocks, threads, packed, threads * slots)
 
     def launch(*, summarise: bool, summaries: tuple[int, int, int]) -> None:
         now = call if link is None or summarise else replace(call, initial=linked(marks))
-        paired = now.paired() if plan.order.lanes is Lanes.ROWS else None
-        now = paired or now
+        pairs = plan.order.lanes is Lanes.ROWS and ITEM_BYTES[call.item] == 2 and now.aligned()
+        now = now.paired() if pairs else now
+        slots = linear_slots(ITEM_BYTES[call.item], state_bytes, plan.order.lanes)
         stages = 2 if plan.order.lanes is Lanes.TIME else 0
         part = "summarise" if summarise else "apply"
         packed = linear_args(plan, now, marks, summaries)
-        start_part(part, linear_blocks(plan, now), stages, packed, pairs=paired is not None)
+        start_part(part, linear_blocks(plan, now), stages * slots, packed, pairs=pairs)
 
     state_bytes = np.dtype(accumulation(call.item)).itemsize
     if not plan.order.one_pass:
         launch_chunks(place, plan, call, launch, source_item, link)
         return
-    group = _LOOKS * (plan.order.row_warps if plan.order.lanes is Lanes.ROWS else 32)
+    pairs = plan.order.lanes is Lanes.TIME and call.adjacent()
+    now = call.paired() if pairs else call
+    group = plan.order.row_warps if plan.order.lanes is Lanes.ROWS else 32  # LookBack in linear_look_back.cuh
     count = 2 + call.rows * state_bytes // 4 * (2 * plan.chunks + _ceil_div(plan.chunks, group))
     cells = place.allocate((_ceil_div(count, 2), 2), np.uint64)
-    for pairs in (len(cells), 0):  # the first launch clears so many
-        packed = linear_args(plan, call, None, (0, 0, 0), (place.pointer(cells), pairs))
-        start_part("pass", plan.fit.blocks, 3, packed)
-
-
-_LOOKS = 4  # kLooks in linear_look_back.cuh
+    slots = pass_slots(plan.order.lanes, pairs=pairs)
+    # The first launch clears so many pairs of cells, two a thread.
+    clearing = _ceil_div(len(cells), 64 * plan.fit.warps), len(cells)
+    for blocks, clear in (clearing, (linear_blocks(plan, now), 0)):
+        packed = linear_args(plan, now, None, (0, 0, 0), (place.pointer(cells), clear), pair=1 + pairs)
+        start_part("pass", blocks, slots, packed, pairs=pairs)
 
 
 def launch_chunks(
@@ -314,15 +330,21 @@ def linear_args(
     marks: Marks | None,
     summaries: tuple[int, int, int],
     cells: tuple[int, int] = (0, 0),
+    pair: int = 1,
 ) -> bytes:
-    """LinearArgs, packed; `summaries` are addresses, and `cells` an address and how many pairs of cells to clear."""
+    """LinearArgs, packed; `summaries` are addresses, and `cells` an address and how many pairs of cells to clear.
+
+    `pair` neighbouring rows are one item along time.
+    """
     order = plan.order
     gate = call.gate if isinstance(call.gate, Rows) else NOWHERE
     value = 0j if isinstance(call.gate, Rows) else complex(call.gate)
     with np.errstate(over="ignore"):
         single = np.float32(value.real), np.float32(value.imag)
     arrays = (gate, call.input, call.initial or NOWHERE, call.output, call.last or NOWHERE)
-    packed = b"".join(x.packed(order.chunk, call.item if x is call.output else x.item) for x in arrays) + struct.pack(
+    items = [call.item if x is call.output else x.item for x in arrays]
+    packed = b"".join(x.packed(order.chunk, y, call.sizes, pair) for x, y in zip(arrays, items, strict=True))
+    packed += struct.pack(
         LINEAR_TAIL, *summaries[:2], value.real, value.imag, *single, call.length, call.rows, *_pad(call.sizes),
         order.chunk, plan.chunks, *summary_strides(plan, call.rows), len(call.sizes), ITEM_CODE[call.output.item],
         order.row_warps,

@@ -243,7 +243,8 @@ def _round_up(x: int, multiple: int) -> int:
 
 # --- linear_scan -------------------------------------------------------------------------------------------------
 
-BLOCK_WARPS = 8  # kMostWarps in linear_scan.cu
+BLOCK_WARPS = 8  # kMostWarps in linear_tile.cuh
+PASS_WARPS, PASS_STEPS, PASS_ROUNDS = 16, 24, (6, 5)  # kPassWarps, ... in linear_scan.cu, which has 5 for pairs
 _WARPS = (1, 2, 4, 8)
 
 
@@ -258,7 +259,8 @@ class Lanes(Enum):
 class LinearProblem:
     """Sizes of a linear_scan.
 
-    time_fast: time is the axis whose items are closest in memory. pairs: rows are, of 16-bit items, and two may be one.
+    time_fast: time is the axis whose items are closest in memory. pairs: two neighbouring rows may be one, as
+    LinearCall.adjacent has it.
     """
 
     item_bytes: int
@@ -285,7 +287,6 @@ class LinearFit:
     """What the bits do not depend on."""
 
     warps: int  # a block
-    blocks: int = 0  # at most, in one pass
 
 
 @dataclass(frozen=True)
@@ -298,11 +299,13 @@ class LinearPlan:
     reason: str
 
 
-def linear_tile(problem: LinearProblem, lanes: Lanes, row_warps: int) -> int:
+def linear_tile(problem: LinearProblem, lanes: Lanes, row_warps: int, *, one_pass: bool = False) -> int:
     """Steps that `row_warps` warps take at once."""
     if lanes is Lanes.ROWS:
-        return row_warps * _steps(problem.state_bytes)
-    return row_warps * _pack_rounds(problem.item_bytes) * 32 * (16 // problem.item_bytes)
+        return row_warps * (PASS_STEPS if one_pass else _steps(problem.state_bytes))
+    pairs = one_pass and problem.pairs
+    rounds = PASS_ROUNDS[pairs] if one_pass else _pack_rounds(problem.item_bytes)
+    return row_warps * rounds * 32 * (16 // problem.item_bytes // (1 + pairs))
 
 
 def _steps(state_bytes: int) -> int:
@@ -321,11 +324,26 @@ def linear_slots(item_bytes: int, state_bytes: int, lanes: Lanes) -> int:
     return 2 * (steps if lanes is Lanes.ROWS else 16 * _pack_rounds(item_bytes))
 
 
-def _one_pass_warps(problem: LinearProblem, lanes: Lanes, limits: DeviceLimits) -> int:
-    """Warps of a block in one pass: as many as have memory for three tiles, and for the maps of all."""
-    maps = 2 * problem.state_bytes * (4 * 32 if lanes is Lanes.ROWS else 3)  # of a warp
-    slots = 3 * 32 * linear_slots(problem.item_bytes, problem.state_bytes, lanes)
-    return next(w for w in (8, 4, 2, 1) if w * slots + BLOCK_WARPS * maps + 1024 <= limits.shared_memory)
+def pass_slots(lanes: Lanes, *, pairs: bool) -> int:
+    """The same in one pass."""
+    return 2 * (4 * PASS_STEPS if lanes is Lanes.ROWS else 16 * PASS_ROUNDS[pairs])
+
+
+def _pass_warps(problem: LinearProblem, lanes: Lanes, limits: DeviceLimits) -> int:
+    """Warps of a block in one pass: as many as leave memory and work for the other blocks of a multiprocessor."""
+    pairs = problem.pairs and lanes is Lanes.TIME
+    teams = _ceil_div(problem.rows, 32 if lanes is Lanes.ROWS else 1 + pairs)
+    blocks = _threshold("linear: blocks a multiprocessor in one pass")
+    maps = PASS_WARPS * 2 * problem.state_bytes * (2 * 32 if lanes is Lanes.ROWS else 1)
+    slots = 32 * pass_slots(lanes, pairs=pairs)
+
+    def fits(warps: int) -> bool:
+        tiles = teams * _ceil_div(problem.length, linear_tile(problem, lanes, warps, one_pass=True))
+        memory = blocks * (warps * slots + maps + 2048)
+        return tiles >= blocks * limits.multiprocessors and memory <= limits.shared_memory
+
+    most = BLOCK_WARPS if pairs else PASS_WARPS  # of pairs a thread has twice the registers
+    return next((warps for warps in (PASS_WARPS, *reversed(_WARPS)) if warps <= most and fits(warps)), 1)
 
 
 @_tunable
@@ -337,7 +355,7 @@ def plan_linear(problem: LinearProblem, limits: DeviceLimits) -> LinearPlan:
     short = length <= _threshold("linear: length up to which contiguous rows go one a thread")
     schedule = force.get("schedule")
     lanes = force.get("lanes", Lanes.ROWS if beside or short or schedule is Schedule.SERIAL else Lanes.TIME)
-    pairs = problem.pairs and lanes is Lanes.ROWS
+    pairs = problem.pairs and problem.item_bytes == 2 and lanes is Lanes.ROWS
     teams = _ceil_div(rows, 64 if pairs else 32) if lanes is Lanes.ROWS else rows  # what row_warps warps share
 
     full = limits.multiprocessors * _threshold("linear: warps a multiprocessor that fill it")
@@ -350,16 +368,16 @@ def plan_linear(problem: LinearProblem, limits: DeviceLimits) -> LinearPlan:
 
     chunk, chunks = length, 1
     if split and problem.item_bytes == 4 and force.get("one_pass", "chunk" not in force):
-        row_warps = force.get("row_warps", _one_pass_warps(problem, lanes, limits))
-        chunk = linear_tile(problem, lanes, row_warps)
+        row_warps = force.get("row_warps", _pass_warps(problem, lanes, limits))
+        row_warps = min(row_warps, BLOCK_WARPS if problem.pairs and lanes is Lanes.TIME else PASS_WARPS)
+        chunk = linear_tile(problem, lanes, row_warps, one_pass=True)
         chunks = _ceil_div(length, chunk)
-        most = limits.multiprocessors * _threshold("linear: blocks a multiprocessor in one pass")
         reason = (
             f"split: {rows} rows would leave the chip idle, so blocks share their {chunks} tiles in one pass, "
-            f"{row_warps} warp{'s' * (row_warps > 1)} on each of {'32 rows' if lanes is Lanes.ROWS else 'a row'}"
+            f"{row_warps} warp{'s' * (row_warps > 1)} on each"
         )
         order = LinearOrder(Schedule.SPLIT, lanes, chunk, row_warps, one_pass=True)
-        return LinearPlan(order, LinearFit(row_warps, min(teams * chunks, most)), chunks, reason)
+        return LinearPlan(order, LinearFit(row_warps), chunks, reason)
     if split:
         aim = limits.multiprocessors * _threshold("linear: warps a multiprocessor that a split aims at")
         chunk = max(_threshold("linear: steps a chunk at least"), _ceil_div(length * teams, aim))

@@ -21,6 +21,7 @@ from ._plan import (
     ITEM_BYTES,
     MOST_PRODUCTS,
     NORM_THREADS,
+    PASS_WARPS,
     PRODUCT_WARPS,
     STATE_INTERVAL,
     UPDATE_THREADS,
@@ -121,13 +122,15 @@ def linear_name(lanes: Lanes, part: str, item: str, *, segmented: bool = False, 
     return "_".join(["linear_scan", lanes.value, part, *["segmented"] * segmented, *["pairs"] * pairs, item])
 
 
-def _linear_bounds(lanes: Lanes, part: str, item: str, *, segmented: bool) -> tuple[int, int]:
+def _linear_bounds(lanes: Lanes, part: str, item: str, *, segmented: bool, pairs: bool) -> tuple[int, int]:
     """Threads of a block, and blocks a multiprocessor that the registers are bounded for."""
+    if part == "pass":
+        return (32 * BLOCK_WARPS, 3) if pairs else (32 * PASS_WARPS, 2)
     if item == "complex128":
         return 32 * BLOCK_WARPS, 1
-    if lanes is Lanes.ROWS and part != "pass" and (ITEM_BYTES[item] > 2 or segmented):
+    if lanes is Lanes.ROWS and (ITEM_BYTES[item] > 2 or segmented):
         return 48 * BLOCK_WARPS, 1
-    many = lanes is Lanes.TIME and part != "pass" and ITEM_BYTES[item] <= 4 and not segmented
+    many = lanes is Lanes.TIME and ITEM_BYTES[item] <= 4 and not segmented
     return (40 if many else 32) * BLOCK_WARPS, 2
 
 
@@ -144,9 +147,10 @@ def linear_source(item: str, *, segmented: bool = False) -> KernelSource:
         wanted.append((accumulation(item), "apply"))
     for each, part in wanted:
         paired = [(Lanes.ROWS, True)] if ITEM_BYTES[each] == 2 and not segmented else []
+        paired += [(Lanes.TIME, True)] if part == "pass" else []
         for lanes, pairs in [*((lanes, False) for lanes in Lanes), *paired]:
             name = linear_name(lanes, part, each, segmented=segmented, pairs=pairs)
-            threads, blocks = _linear_bounds(lanes, part, each, segmented=segmented)
+            threads, blocks = _linear_bounds(lanes, part, each, segmented=segmented, pairs=pairs)
             items = f"Pair<{_CPP[each]}>" if pairs else _CPP[each]
             template = f"{items}, {_LINEAR_PARTS[part]}, {_flags(segmented)}"
             entries[name] = (

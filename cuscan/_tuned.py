@@ -59,8 +59,9 @@ def order_choices(problem: Any, order: Any) -> dict[str, Any]:
         choices["one_pass"] = order.one_pass
         if order.one_pass:  # in which a chunk is a tile
             del choices["chunk"]
-        if order.row_warps not in WARPS:
-            raise ValueError(f"order.row_warps must be one of {WARPS}, got {order.row_warps}")
+        allowed = (*WARPS, *[_plan.PASS_WARPS] * order.one_pass)
+        if order.row_warps not in allowed:
+            raise ValueError(f"order.row_warps must be one of {allowed}, got {order.row_warps}")
         return choices | {"lanes": order.lanes, "row_warps": order.row_warps}
     tiles = [t for t in _plan.selective_tiles(problem.kind) if (t.states, t.groups) == (order.states, order.groups)]
     if not tiles:

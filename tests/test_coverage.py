@@ -46,7 +46,7 @@ def check_large_angles(executor):
 
 def check_one_pass(executor):
     """Rows that are taken in one pass, of more tiles than a group has; a plan without chunks leaves them so."""
-    for lanes, shape in (("rows", (37, 2 * 4 * 16 + 21)), ("time", (1, 128 * 512 + 700))):
+    for lanes, shape in (("rows", (37, 3 * 2 * 48 + 21)), ("time", (1, 32 * 768 + 700))):
         plans = tuple(Plan(schedule="split", lanes=lanes, row_warps=warps) for warps in (1, 2))
         for h0 in (None, Layout()):
             LinearProblem(shape=shape, axis=1, h0=h0, plans=plans).check(executor)

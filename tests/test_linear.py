@@ -534,14 +534,37 @@ def test_reverse_is_flip_scan_flip(executor):
 @LANES
 @pytest.mark.parametrize("reverse", [False, True])
 def test_one_pass_over_many_groups(host_executor, lanes, reverse):
-    # A group is 128 tiles of 512 steps over time, and 4 tiles of 16 steps over rows: two are whole, and one is not.
-    shape = (2, 2 * 128 * 512 + 700) if lanes is Lanes.TIME else (37, 2 * 4 * 16 + 21)
+    # A group is 32 tiles of 768 steps a warp over time, and a tile of 24 steps for each warp over rows.
+    shape = (2, 2 * 32 * 768 + 700) if lanes is Lanes.TIME else (37, 3 * 2 * 48 + 21)
     a, b = exact_inputs(shape)
     h0 = np.arange(-3, shape[0] - 3, dtype=np.float32)
     expected, last = cuscan.linear_scan(a, b, h0, axis=1, return_last_state=True, reverse=reverse)
     for warps in (1, 2):
         plan = {**SPLIT, "lanes": lanes, "row_warps": warps}
         h, end = scan(host_executor, a, b, h0, plan, axis=1, reverse=reverse)
+        np.testing.assert_array_equal(h, expected)
+        np.testing.assert_array_equal(end, last)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("number", [False, True])
+def test_two_rows_that_take_turns_are_one(host_executor, number, reverse):
+    # A tile is 320 steps of a warp. Arrays that are not aligned, and those read or written once, need not be pairs.
+    length = 32 * 320 + 500
+    a, b = exact_inputs((length, 2, 2))
+    a = -1.0 if number else a
+    wide = np.zeros((2, 5), np.float32)
+    h0 = wide[:, 1:4:2]
+    h0[:] = [[3, -2], [1, 4]]
+    expected, last = cuscan.linear_scan(a, b, h0, axis=0, return_last_state=True, reverse=reverse)
+    plan = {**SPLIT, "lanes": Lanes.TIME, "row_warps": 1}
+    for start in (0, 1):
+        memory = np.zeros((2, length * 4 + 1), np.float32)
+        rows = [memory[i, start : start + length * 4].reshape(2, length, 2).transpose(1, 0, 2) for i in range(2)]
+        rows[0][:], rows[1][:] = a, b
+        gate = a if number else rows[0]
+        out = np.zeros((length, 2, 4), np.float32)[:, :, ::2] if start else None
+        h, end = scan(host_executor, gate, rows[1], h0, plan, axis=0, reverse=reverse, out=out)
         np.testing.assert_array_equal(h, expected)
         np.testing.assert_array_equal(end, last)
 
@@ -562,7 +585,7 @@ def test_memory_is_outputs_and_two_summaries_a_chunk(host_executor, dtype, lanes
     with forced(**SPLIT, lanes=lanes, row_warps=1):
         if dtype is np.float32:
             host_executor(cuscan.linear_scan, a, b, axis=1, out=b)
-            tiles, groups = (44, 11) if lanes is Lanes.ROWS else (2, 1)
+            tiles = groups = 30 if lanes is Lanes.ROWS else 1
             assert host_executor.allocated == [16 + 12 * (16 * tiles + 8 * groups)]
     with forced(**BLOCK, lanes=lanes):
         host_executor(cuscan.linear_scan, a, b, axis=1)

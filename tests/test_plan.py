@@ -60,14 +60,14 @@ def test_linear_plans(problem, limits):
     order = plan.order
     covers_once(plan, problem.length)
     assert plan.reason.startswith(order.schedule.value + ":")
-    assert order.row_warps in (1, 2, 4, 8)
-    assert plan.fit.warps in (1, 2, 4, 8)
+    assert order.row_warps in (1, 2, 4, 8, *[16] * order.one_pass)
+    assert plan.fit.warps in (1, 2, 4, 8, *[16] * order.one_pass)
     assert plan.fit.warps % order.row_warps == 0
     assert (plan.chunks > 1) == (order.schedule is Schedule.SPLIT)
     assert (order.schedule is Schedule.SERIAL) <= (order.lanes is Lanes.ROWS and order.row_warps == 1)
     if plan.chunks > 1:
         # Whole tiles, so that the packs of every chunk lie as those of the first.
-        assert order.chunk % _plan.linear_tile(problem, order.lanes, order.row_warps) == 0
+        assert order.chunk % _plan.linear_tile(problem, order.lanes, order.row_warps, one_pass=order.one_pass) == 0
 
 
 @given(chunks=sizes, lanes=st.sampled_from(Lanes))
@@ -199,22 +199,32 @@ def test_a_split_fills_the_chip_it_is_planned_for():
     large, small = (_plan.plan_selective(problem, limits).chunks for limits in (H200, SMALL))
     assert large > small > 1
     problem = linear_problem(8, 1 << 20, time_fast=True)
-    large, small = (_plan.plan_linear(problem, limits).fit.blocks for limits in (H200, SMALL))
-    assert large > small > 1
     with forced(one_pass=False):
         large, small = (_plan.plan_linear(problem, limits).chunks for limits in (H200, SMALL))
     assert large > small > 1
 
 
-def test_one_pass_has_memory_for_its_tiles():
-    for lanes in Lanes:
-        problem = linear_problem(40, 1 << 20, time_fast=lanes is Lanes.TIME)
-        for shared, warps in ((64, 4), (99, 4 if lanes is Lanes.ROWS else 8), (227, 8)):
-            with forced(schedule=Schedule.SPLIT, lanes=lanes):
-                order = _plan.plan_linear(problem, DeviceLimits(90, 132, shared << 10)).order
-            assert (order.one_pass, order.row_warps) == (True, warps)
-            assert order.chunk == _plan.linear_tile(problem, lanes, warps)
-            assert 3 * 32 * warps * _plan.linear_slots(4, 4, lanes) < shared << 10
+@pytest.mark.parametrize(
+    ("lanes", "length", "shared", "warps"),
+    [(Lanes.ROWS, 1 << 24, 64, 2), (Lanes.ROWS, 1 << 24, 99, 4), (Lanes.ROWS, 1 << 24, 227, 16),
+     (Lanes.TIME, 1 << 24, 64, 4), (Lanes.TIME, 1 << 24, 163, 8), (Lanes.TIME, 1 << 24, 227, 16),
+     (Lanes.TIME, 1 << 15, 227, 4)],
+)  # fmt: skip
+def test_one_pass_has_memory_and_work_for_two_blocks(lanes, length, shared, warps):
+    problem = linear_problem(40, length, time_fast=lanes is Lanes.TIME)
+    with forced(schedule=Schedule.SPLIT, lanes=lanes):
+        order = _plan.plan_linear(problem, DeviceLimits(90, 132, shared << 10)).order
+    assert (order.one_pass, order.row_warps) == (True, warps)
+    assert order.chunk == _plan.linear_tile(problem, lanes, warps, one_pass=True)
+    assert 2 * 32 * warps * _plan.pass_slots(lanes, pairs=False) < shared << 10
+
+
+def test_two_rows_that_take_turns_have_tiles_of_their_own():
+    problem = LinearProblem(4, 4, 2, 1 << 27, time_fast=False, pairs=True)
+    order = _plan.plan_linear(problem, H200).order
+    assert (order.lanes, order.one_pass, order.row_warps, order.chunk) == (Lanes.TIME, True, 8, 8 * 5 * 32 * 2)
+    with forced(row_warps=16):
+        assert _plan.plan_linear(problem, H200).order == order
 
 
 def test_who_needs_summaries_gets_a_split_in_three_launches():

@@ -414,5 +414,5 @@ def test_a_fit_that_the_order_does_not_have_is_not_used():
     assert own.order.row_warps > 1
     found = entry_of("plan_linear", own.order)
     for warps in (0, 3, own.order.row_warps // 2, "8", None):
-        _tuned.keep_fits([90, 132], [{**found, "fit": {"warps": warps, "blocks": own.fit.blocks}}])
+        _tuned.keep_fits([90, 132], [{**found, "fit": {"warps": warps}}])
         assert plan_of("plan_linear") == own
