@@ -346,7 +346,7 @@ __device__ __forceinline__ void linear_time(const LinearArgs& args, unsigned cha
   Carry<Map, kPart == kSummarise> carry;
   // A pack's gates and inputs; those of 16 bits stay in registers from fold to finish.
   using Raw = Two<Items<T, kItems>>;
-  constexpr bool kKept = sizeof(T) == 2;
+  constexpr bool kKept = sizeof(T) == 2 && kPart != kOnePass;
   Raw kept[kKept ? kRounds : 1];
 
   auto locate = [&](const TimeTile& tile) -> TimePlace {

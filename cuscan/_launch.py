@@ -216,7 +216,7 @@ class LinearCall:
     def paired(self) -> LinearCall:
         """The same with two neighbouring rows as one."""
         arrays = {name: getattr(self, name) for name in ("gate", "input", "initial", "output", "last")}
-        pairs = {
+        pairs: dict[str, Any] = {
             name: replace(x, rows=(*x.rows[:-1], 2 * x.rows[-1])) for name, x in arrays.items() if isinstance(x, Rows)
         }
         return replace(self, sizes=(*self.sizes[:-1], self.sizes[-1] // 2), **pairs)
@@ -266,7 +266,7 @@ def linear(
     if not plan.order.one_pass:
         launch_chunks(place, plan, call, launch, source_item, link)
         return
-    pairs = plan.order.lanes is Lanes.TIME and call.adjacent()
+    pairs = call.item == "float32" and plan.order.lanes is Lanes.TIME and call.adjacent()
     now = call.paired() if pairs else call
     group = plan.order.row_warps if plan.order.lanes is Lanes.ROWS else 32  # LookBack in linear_look_back.cuh
     count = 2 + call.rows * state_bytes // 4 * (2 * plan.chunks + _ceil_div(plan.chunks, group))

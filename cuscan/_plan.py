@@ -279,7 +279,7 @@ class LinearOrder:
     lanes: Lanes
     chunk: int  # steps a chunk; the whole length without split
     row_warps: int  # warps that share a row
-    one_pass: bool = False  # a split whose chunks are tiles, and each looks back at those before it; of float32
+    one_pass: bool = False  # a split whose chunks are tiles, and each looks back at those before it
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ def linear_tile(problem: LinearProblem, lanes: Lanes, row_warps: int, *, one_pas
     """Steps that `row_warps` warps take at once."""
     if lanes is Lanes.ROWS:
         return row_warps * (PASS_STEPS if one_pass else _steps(problem.state_bytes))
-    pairs = one_pass and problem.pairs
+    pairs = one_pass and _turns(problem, lanes)
     rounds = PASS_ROUNDS[pairs] if one_pass else _pack_rounds(problem.item_bytes)
     return row_warps * rounds * 32 * (16 // problem.item_bytes // (1 + pairs))
 
@@ -324,6 +324,11 @@ def linear_slots(item_bytes: int, state_bytes: int, lanes: Lanes) -> int:
     return 2 * (steps if lanes is Lanes.ROWS else 16 * _pack_rounds(item_bytes))
 
 
+def _turns(problem: LinearProblem, lanes: Lanes) -> bool:
+    """Whether one pass takes two rows that take turns as one."""
+    return problem.pairs and problem.item_bytes == 4 and lanes is Lanes.TIME
+
+
 def pass_slots(lanes: Lanes, *, pairs: bool) -> int:
     """The same in one pass."""
     return 2 * (4 * PASS_STEPS if lanes is Lanes.ROWS else 16 * PASS_ROUNDS[pairs])
@@ -331,7 +336,7 @@ def pass_slots(lanes: Lanes, *, pairs: bool) -> int:
 
 def _pass_warps(problem: LinearProblem, lanes: Lanes, limits: DeviceLimits) -> int:
     """Warps of a block in one pass: as many as leave memory and work for the other blocks of a multiprocessor."""
-    pairs = problem.pairs and lanes is Lanes.TIME
+    pairs = _turns(problem, lanes)
     teams = _ceil_div(problem.rows, 32 if lanes is Lanes.ROWS else 1 + pairs)
     blocks = _threshold("linear: blocks a multiprocessor in one pass")
     maps = PASS_WARPS * 2 * problem.state_bytes * (2 * 32 if lanes is Lanes.ROWS else 1)
@@ -367,9 +372,10 @@ def plan_linear(problem: LinearProblem, limits: DeviceLimits) -> LinearPlan:
         split = schedule is Schedule.SPLIT
 
     chunk, chunks = length, 1
-    if split and problem.item_bytes == 4 and force.get("one_pass", "chunk" not in force):
+    in_one = problem.item_bytes == 4 or (problem.item_bytes == 2 and lanes is Lanes.TIME)
+    if split and in_one and force.get("one_pass", "chunk" not in force):
         row_warps = force.get("row_warps", _pass_warps(problem, lanes, limits))
-        row_warps = min(row_warps, BLOCK_WARPS if problem.pairs and lanes is Lanes.TIME else PASS_WARPS)
+        row_warps = min(row_warps, BLOCK_WARPS if _turns(problem, lanes) else PASS_WARPS)
         chunk = linear_tile(problem, lanes, row_warps, one_pass=True)
         chunks = _ceil_div(length, chunk)
         reason = (

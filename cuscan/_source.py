@@ -141,14 +141,18 @@ def linear_source(item: str, *, segmented: bool = False) -> KernelSource:
 
     entries = {}
     # Summaries are in the accumulation type, and scanned by the same kernels.
-    one_pass = item == "float32" and not segmented
+    one_pass = ITEM_BYTES[item] <= 4 and not segmented
     wanted = [(item, part) for part in _LINEAR_PARTS if part != "pass" or one_pass]
     if accumulation(item) != item:
         wanted.append((accumulation(item), "apply"))
     for each, part in wanted:
-        paired = [(Lanes.ROWS, True)] if ITEM_BYTES[each] == 2 and not segmented else []
-        paired += [(Lanes.TIME, True)] if part == "pass" else []
-        for lanes, pairs in [*((lanes, False) for lanes in Lanes), *paired]:
+        small = ITEM_BYTES[each] == 2
+        shapes = [(lanes, False) for lanes in Lanes if not (small and part == "pass" and lanes is Lanes.ROWS)]
+        if part == "pass":
+            shapes += [(Lanes.TIME, True)] * (not small)
+        elif small and not segmented:
+            shapes.append((Lanes.ROWS, True))
+        for lanes, pairs in shapes:
             name = linear_name(lanes, part, each, segmented=segmented, pairs=pairs)
             threads, blocks = _linear_bounds(lanes, part, each, segmented=segmented, pairs=pairs)
             items = f"Pair<{_CPP[each]}>" if pairs else _CPP[each]

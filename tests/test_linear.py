@@ -546,6 +546,20 @@ def test_one_pass_over_many_groups(host_executor, lanes, reverse):
         np.testing.assert_array_equal(end, last)
 
 
+def test_one_pass_of_16_bit_items(host_executor):
+    # A group is 32 tiles of 1536 steps; whole tiles, a tail, and items that are not aligned.
+    length = 32 * 1536 + 700
+    a, b = exact_inputs((2, length + 1), BF16)
+    for start in (0, 1):
+        now = [x[:, start : start + length] for x in (a, b)]
+        expected, last = cuscan.linear_scan(*now, axis=1, return_last_state=True, out_dtype="float32")
+        h, end = scan(
+            host_executor, *now, plan={**SPLIT, "lanes": Lanes.TIME, "row_warps": 1}, axis=1, out_dtype="float32"
+        )
+        np.testing.assert_array_equal(h, expected)
+        np.testing.assert_array_equal(end, last)
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("number", [False, True])
 def test_two_rows_that_take_turns_are_one(host_executor, number, reverse):
@@ -583,7 +597,7 @@ def test_memory_is_outputs_and_two_summaries_a_chunk(host_executor, dtype, lanes
         host_executor(cuscan.linear_scan, a, b, axis=1, out=b)
         assert host_executor.allocated == [summary, summary]
     with forced(**SPLIT, lanes=lanes, row_warps=1):
-        if dtype is np.float32:
+        if dtype is np.float32 or lanes is Lanes.TIME:
             host_executor(cuscan.linear_scan, a, b, axis=1, out=b)
             tiles = groups = 30 if lanes is Lanes.ROWS else 1
             assert host_executor.allocated == [16 + 12 * (16 * tiles + 8 * groups)]
