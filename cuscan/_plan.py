@@ -72,8 +72,8 @@ THRESHOLDS: dict[str, tuple[int, str]] = {
     "linear: blocks a multiprocessor in one pass": (
         2,
         _H200
-        + "as many as are resident; in three launches and in one pass: 1.33, 1.24 ms 2**28 in a row, 0.341, 0.302 ms"
-        " (1, 16, 4194304), 0.357, 0.307 ms (1, 131072, 512) axis 1",
+        + "as many as are resident; in three launches and in one pass: 1.42, 1.08 ms 2**28 in a row, 0.351, 0.225 ms"
+        " (1, 16, 4194304), 0.372, 0.266 ms (1, 131072, 512) axis 1",
     ),
     "linear: steps a chunk at least": (
         4096,
@@ -335,7 +335,7 @@ def pass_slots(lanes: Lanes, *, pairs: bool) -> int:
 
 
 def _pass_warps(problem: LinearProblem, lanes: Lanes, limits: DeviceLimits) -> int:
-    """Warps of a block in one pass: as many as leave memory and work for the other blocks of a multiprocessor."""
+    """Warps of a block in one pass: as many as leave memory for a second one and tiles for half of the chip."""
     pairs = _turns(problem, lanes)
     teams = _ceil_div(problem.rows, 32 if lanes is Lanes.ROWS else 1 + pairs)
     blocks = _threshold("linear: blocks a multiprocessor in one pass")
@@ -345,7 +345,7 @@ def _pass_warps(problem: LinearProblem, lanes: Lanes, limits: DeviceLimits) -> i
     def fits(warps: int) -> bool:
         tiles = teams * _ceil_div(problem.length, linear_tile(problem, lanes, warps, one_pass=True))
         memory = blocks * (warps * slots + maps + 2048)
-        return tiles >= blocks * limits.multiprocessors and memory <= limits.shared_memory
+        return 2 * tiles >= limits.multiprocessors and memory <= limits.shared_memory
 
     most = BLOCK_WARPS if pairs else PASS_WARPS  # of pairs a thread has twice the registers
     return next((warps for warps in (PASS_WARPS, *reversed(_WARPS)) if warps <= most and fits(warps)), 1)

@@ -208,9 +208,9 @@ def test_a_split_fills_the_chip_it_is_planned_for():
     ("lanes", "length", "shared", "warps"),
     [(Lanes.ROWS, 1 << 24, 64, 2), (Lanes.ROWS, 1 << 24, 99, 4), (Lanes.ROWS, 1 << 24, 227, 16),
      (Lanes.TIME, 1 << 24, 64, 4), (Lanes.TIME, 1 << 24, 163, 8), (Lanes.TIME, 1 << 24, 227, 16),
-     (Lanes.TIME, 1 << 15, 227, 4)],
+     (Lanes.TIME, 1 << 13, 227, 8)],
 )  # fmt: skip
-def test_one_pass_has_memory_and_work_for_two_blocks(lanes, length, shared, warps):
+def test_one_pass_has_memory_for_two_blocks_and_work_for_many(lanes, length, shared, warps):
     problem = linear_problem(40, length, time_fast=lanes is Lanes.TIME)
     with forced(schedule=Schedule.SPLIT, lanes=lanes):
         order = _plan.plan_linear(problem, DeviceLimits(90, 132, shared << 10)).order
