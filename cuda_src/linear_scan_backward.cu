@@ -7,10 +7,10 @@
 //   grad_b[t] = g[t]    grad_a[t] = g[t] * conj(h[t-1])
 //
 // p is a recurrence with the step (conj(a[t]), conj(a[t]) * grad_h[t]), and is scanned in the order of the walk as
-// linear_scan.cu scans h: lanes over rows or over time, `row_warps` warps on a row, one barrier a tile, chunks with
-// summaries; who owns what and where the barriers are is said there. A step needs no gate but its own. Of h it needs
-// the step before: `rows` reads h one step ahead, in `time` it comes from the lane above, and lane 31 reads one item
-// more.
+// linear_scan.cu scans h: lanes over rows, which may be pairs, or over time, `row_warps` warps on a row, one barrier a
+// tile, chunks with summaries; who owns what and where the barriers are is said there. A step needs no gate but its
+// own. Of h it needs the step before: `rows` reads h one step ahead, in `time` it comes from the lane above, and lane
+// 31 reads one item more.
 //
 // Position counts steps of the walk. In the direction of the scan, which marks and ids are in, position is the step
 // length - 1 - position. What the scan forgets at a step, the walk forgets between it and the step before: there
@@ -62,9 +62,28 @@ __device__ __forceinline__ WalkMarks walk_marks(const LinearArgs& args, StepMark
   return walk;
 }
 
-template <class S>
-__device__ __forceinline__ S conjugate_gate(const LinearArgs& args, S gate) {
-  return conjugate(args.gate.start ? gate : constant_gate(args, S()));
+template <class S, class Tag>
+__device__ __forceinline__ S conjugate_gate(const LinearArgs& args, S gate, Tag) {
+  return conjugate(Tag::gates || args.gate.start ? gate : constant_gate(args, S()));
+}
+
+// Works on a tile as what it is. It is `whole` if all of the thread's steps are there, none of them marked or the
+// scan's first, and come and go in the type T.
+template <class Work>
+__device__ __forceinline__ void in_kind(const LinearArgs& args, bool whole, Work&& work) {
+  if (!whole)
+    work(Partial());
+  else if (args.gate.start)
+    work(Gated());
+  else
+    work(Whole());
+}
+// Can tiles be whole?
+template <class T>
+__device__ __forceinline__ bool plain_items(const LinearBackwardArgs& args) {
+  const bool plain_gates = !args.grad_gate.start || args.sums == kOverTime ||
+                           (args.sums == kEachStep && args.grad_gate_code == kItemCode<T>);
+  return !args.wide_input && !args.wide_states && args.scan.output_code == kItemCode<T> && plain_gates;
 }
 
 // What of g goes on to the step before in the scan. A masked step lets it through, and so does one that does not exist
@@ -73,19 +92,34 @@ template <class S>
 __device__ __forceinline__ S pass_on(S factor, bool counts, S g) {
   return counts ? multiply(factor, g) : g;
 }
+// The same of two rows, with one selection for both products of a step (registers are few): one times a real number is
+// that number.
+template <class R>
+__device__ __forceinline__ Two<R> pass_on(Two<R> factor, bool counts, Two<R> g) {
+  return multiply(counts ? factor : Scalar<Two<R>>::one(), g);
+}
 // The step of p.
 template <class S>
 __device__ __forceinline__ Affine<S> walk_step(S factor, bool counts, S grad) {
   return {counts ? factor : Scalar<S>::one(), pass_on(factor, counts, grad)};
 }
 
-// The gradient of a step's gate, from g and the state before. It is 0 where the gate acts on nothing.
+// The state before the first step of the scan, where `here`.
+template <bool kSegmented, class S>
+__device__ __forceinline__ S state_before_first(const LinearBackwardArgs& args, long long row, bool here) {
+  const bool enters = here && args.entering.start && !(kSegmented && args.scan.ids);
+  return enters ? load_item<S>(locate_row(args, row).entering) : Scalar<S>::zero();
+}
+
+// The gradient of a step's gate, from g and the state before, or `h0` if it is the scan's `first`. It is 0 where the
+// gate acts on nothing.
 template <bool kSegmented, class S>
 __device__ __forceinline__ S gate_gradient(const LinearBackwardArgs& args, const BackwardRow& at,
-                                           const WalkMarks& marks, int bit, long long position, S g, S before) {
-  const bool packed = kSegmented && args.scan.ids, first = position == args.scan.length - 1;
+                                           const WalkMarks& marks, int bit, long long position, bool first, S g,
+                                           S before, S h0) {
+  const bool packed = kSegmented && args.scan.ids;
   bool acts = !first || packed || args.entering.start;
-  if (first && !packed && args.entering.start) before = load_item<S>(at.entering);
+  if (first) before = h0;
   if constexpr (kSegmented) {
     if (marks.starts >> bit & 1)
       before = load_item<S>(at.entering + args.scan.ids[args.scan.length - 1 - position] * args.entering.time);
@@ -107,7 +141,7 @@ struct Raw {
   }
   __device__ __forceinline__ void load(const char* at, bool) { load<false>(at); }
   __device__ __forceinline__ void clear() { item = T(); }
-  __device__ __forceinline__ T value(bool) const { return item; }
+  __device__ __forceinline__ auto value(bool) const { return widen(item); }
 };
 template <class T>
 struct Raw<T, true> {
@@ -131,7 +165,10 @@ struct Raw<T, true> {
 // loads of one are under way while the other is worked on.
 template <class T, bool kSummarise>
 struct WalkSteps {
-  static constexpr int kSteps = 48 / sizeof(typename Accumulated<T>::type);
+  using S = typename Accumulated<T>::type;
+  // Registers are few. Two rows of 16-bit items have as many as one has alone, and so its bits.
+  static constexpr bool k16Bits = kItemCode<T> == kBFloat16 || kItemCode<T> == kFloat16;
+  static constexpr int kSteps = k16Bits ? 10 : 48 / sizeof(S);
   Raw<T> gate[kSteps], grad[kSteps], before[kSteps];
   StepMarks word;  // where the last step's marks are
 
@@ -171,19 +208,6 @@ struct WalkSteps {
   }
 };
 
-template <class T, class S, int N>
-__device__ __forceinline__ void store_steps(const LinearArray& array, int code, char* to, const S (&values)[N],
-                                            int steps) {
-  if (code == kItemCode<T> && steps == N) {
-#pragma unroll
-    for (int s = 0; s < N; ++s, to += array.time) narrow(values[s], *reinterpret_cast<T*>(to));
-  } else {
-#pragma unroll
-    for (int s = 0; s < N; ++s, to += array.time)
-      if (s < steps) store_as(to, code, values[s]);
-  }
-}
-
 template <class T, bool kSummarise, bool kSegmented, class Map>
 __device__ __forceinline__ void walk_rows(const LinearBackwardArgs& args, Map (&maps)[2][kMostWarps][32]) {
   using S = typename Map::State;
@@ -195,6 +219,7 @@ __device__ __forceinline__ void walk_rows(const LinearBackwardArgs& args, Map (&
   const int slots = blockDim.x / 32 / scan.row_warps;
   const long long row_tiles = (scan.rows + 31) / 32, items = row_tiles * scan.chunks;
   const long long tile = (long long)scan.row_warps * kSteps;
+  const bool plain = plain_items<T>(args), over_time = args.grad_gate.start && args.sums == kOverTime;
   int parity = 0;
 
   for (long long first = (long long)blockIdx.x * slots; first < items; first += (long long)gridDim.x * slots) {
@@ -202,24 +227,26 @@ __device__ __forceinline__ void walk_rows(const LinearBackwardArgs& args, Map (&
     long long row_tile;
     const long long chunk = divide(item, row_tiles, row_tile);
     // A lane beyond the last row loads and stores nothing.
+    const bool may_be_whole = plain && row_tile * 32 + 32 <= scan.rows;
     const bool real = first + slot < items && row_tile * 32 + lane < scan.rows;
     const long long row = real ? row_tile * 32 + lane : 0;
-    const long long begin = chunk * scan.chunk;
-    const long long end = begin + scan.chunk < scan.length ? begin + scan.chunk : scan.length;
-    const BackwardRow at = locate_row(args, row);
+    const long long begin = chunk * scan.chunk, limit = begin + scan.chunk;
+    BackwardRow at = locate_row(args, row);
+    if (over_time) at.grad_gate += (chunk * scan.row_warps + warp_in_row) * args.grad_gate.time;
     const StepMarks* marks_row = reinterpret_cast<const StepMarks*>(at.marks);
     Carry<Map, kSummarise> carry;
     if (!kSummarise && real) carry.state = entering_state<S, kSegmented>(scan, at, row, chunk);
     S sum = Scalar<S>::zero();  // of the gates' gradients, with kOverTime
 
     auto steps_at = [&](long long base) {
+      const long long end = limit < scan.length ? limit : scan.length;
       const long long left = end - base - (long long)warp_in_row * kSteps;
-      return left < 0 ? 0 : left < kSteps ? (int)left : kSteps;
+      return !real || left < 0 ? 0 : left < kSteps ? (int)left : kSteps;
     };
     auto start = [&](Steps& raw, long long base) {
       const long long position = base + (long long)warp_in_row * kSteps;
       const int steps = steps_at(base);
-      raw.start(args, at, position, real ? steps : 0, !real ? 0 : position + steps < scan.length ? steps : steps - 1);
+      raw.start(args, at, position, steps, position + steps < scan.length ? steps : steps - 1);
       if (kSegmented && steps > 0) raw.word = marks_row[(scan.length - position - steps) / kMarkSteps];
     };
     auto process = [&](const Steps& raw, long long base) {
@@ -227,19 +254,26 @@ __device__ __forceinline__ void walk_rows(const LinearBackwardArgs& args, Map (&
       const long long position = base + (long long)warp_in_row * kSteps;
       WalkMarks marks = {0, 0, 0, 0, 0};
       if constexpr (kSegmented) marks = walk_marks(scan, raw.word, marks_row, position, steps);
+      const bool marked = marks.masked | marks.resets | marks.starts | marks.ends | marks.forgets;
+      const bool whole = may_be_whole && steps == kSteps && position + kSteps < scan.length && !marked;
       // A sequence that ends takes the gradient of its last state into that step.
-      auto grad_of = [&](int s) {
-        S grad = raw.grad[s].value(args.wide_input);
-        if (kSegmented && scan.initial.start && marks.ends >> s & 1)
+      auto grad_of = [&](int s, auto tag) {
+        const bool kWhole = tag.value;
+        S grad = raw.grad[s].value(!kWhole && args.wide_input);
+        if (kSegmented && !kWhole && scan.initial.start && marks.ends >> s & 1)
           grad = add(grad, sequence_initial<S>(scan, at, scan.length - 1 - position - s));
         return grad;
       };
-      auto counts = [&](int s) { return s < steps && !(kSegmented && marks.masked >> s & 1); };
-      auto factor_of = [&](int s) { return conjugate_gate<S>(scan, raw.gate[s].value(false)); };
-      auto step_of = [&](int s) -> Map {
-        Affine<S> step = walk_step(factor_of(s), counts(s), grad_of(s));
+      auto counts = [&](int s, auto tag) {
+        const bool kWhole = tag.value;
+        return kWhole || (s < steps && !(kSegmented && marks.masked >> s & 1));
+      };
+      auto factor_of = [&](int s, auto tag) { return conjugate_gate<S>(scan, raw.gate[s].value(false), tag); };
+      auto step_of = [&](int s, auto tag) -> Map {
+        Affine<S> step = walk_step(factor_of(s, tag), counts(s, tag), grad_of(s, tag));
         if constexpr (kSegmented) {
-          return {step.gate, step.input, marks.forgets >> s & 1};
+          const bool kWhole = tag.value;
+          return {step.gate, step.input, kWhole ? 0 : marks.forgets >> s & 1};
         } else {
           if (s == 0 && position == 0 && !scan.initial.start) step.gate = Scalar<S>::zero();
           return step;
@@ -247,9 +281,12 @@ __device__ __forceinline__ void walk_rows(const LinearBackwardArgs& args, Map (&
       };
       S entering = carry.state;
       if (scan.row_warps > 1 || kSummarise) {
-        Map own = step_of(0);
+        Map own;
+        in_kind(scan, whole, [&](auto tag) {
+          own = step_of(0, tag);
 #pragma unroll
-        for (int s = 1; s < kSteps; ++s) own = combine(own, step_of(s));
+          for (int s = 1; s < kSteps; ++s) own = combine(own, step_of(s, tag));
+        });
         if (scan.row_warps > 1) {
           maps[parity][warp][lane] = own;
           __syncthreads();
@@ -260,53 +297,56 @@ __device__ __forceinline__ void walk_rows(const LinearBackwardArgs& args, Map (&
         }
       }
       if (kSummarise) return;
-      S grad_input[kSteps], grad_gate[kSteps];
+      char* to = at.output + position * scan.output.time;
+      char* gate_to = at.grad_gate + position * args.grad_gate.time;
+      in_kind(scan, whole, [&](auto tag) {
+        const bool kWhole = tag.value;
+        const int first_step = position + steps == scan.length ? steps - 1 : -1;
+        S h0 = Scalar<S>::zero();
+        if (!kWhole) h0 = state_before_first<kSegmented, S>(args, row, first_step >= 0);
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        const S grad = grad_of(s), g = marks.forgets >> s & 1 ? grad : add(entering, grad);
-        entering = pass_on(factor_of(s), counts(s), g);
-        grad_input[s] = marks.masked >> s & 1 ? Scalar<S>::zero() : g;
-        if (args.grad_gate.start)
-          grad_gate[s] =
-              gate_gradient<kSegmented>(args, at, marks, s, position + s, g, raw.before[s].value(args.wide_states));
-        if (kSegmented && scan.last.start && real && marks.starts >> s & 1)
-          store_sequence_last(scan, at, scan.length - 1 - position - s,
-                              marks.resets >> s & 1 ? Scalar<S>::zero() : entering);
-      }
+        for (int s = 0; s < kSteps; ++s, to += scan.output.time, gate_to += args.grad_gate.time) {
+          const S grad = grad_of(s, tag), g = !kWhole && marks.forgets >> s & 1 ? grad : add(entering, grad);
+          entering = pass_on(factor_of(s, tag), counts(s, tag), g);
+          if (kWhole) {
+            narrow(g, *reinterpret_cast<T*>(to));
+            const S grad_gate = multiply(g, conjugate(raw.before[s].value(false)));
+            if (args.grad_gate.start && !over_time) narrow(grad_gate, *reinterpret_cast<T*>(gate_to));
+            if (over_time) sum = add(sum, grad_gate);
+            continue;
+          }
+          if (kSegmented && scan.last.start && marks.starts >> s & 1)
+            store_sequence_last(scan, at, scan.length - 1 - position - s,
+                                marks.resets >> s & 1 ? Scalar<S>::zero() : entering);
+          if (s < steps) store_as(to, scan.output_code, marks.masked >> s & 1 ? Scalar<S>::zero() : g);
+          if (!args.grad_gate.start) continue;
+          S grad_gate = gate_gradient<kSegmented>(args, at, marks, s, position + s, s == first_step, g,
+                                                  raw.before[s].value(args.wide_states), h0);
+          if (over_time && s < steps) sum = add(sum, grad_gate);
+          if constexpr (RowsOf<S>::kRows == 1)  // the gates of pairs are not shared
+            if (args.sums == kOverLanes) grad_gate = warp_sum(grad_gate, lane);
+          if (!over_time && s < steps && (args.sums != kOverLanes || lane == 0))
+            store_as(gate_to, args.grad_gate_code, grad_gate);
+        }
+      });
       if (scan.row_warps == 1) carry.state = entering;
       // The steps of a tail let through what comes, so this is p[0].
-      if (scan.last.start && !(kSegmented && scan.ids) && real && steps > 0 && end == scan.length &&
-          base + (long long)(warp_in_row + 1) * kSteps >= end)
-        *reinterpret_cast<S*>(at.last) = marks.resets >> (steps - 1) & 1 ? Scalar<S>::zero() : entering;
-      const int stored = real ? steps : 0;
-      store_steps<T>(scan.output, scan.output_code, at.output + position * scan.output.time, grad_input, stored);
-      if (!args.grad_gate.start) return;
-      if (args.sums == kOverTime) {
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s)
-          if (s < steps) sum = add(sum, grad_gate[s]);
-        return;
-      }
-      if (args.sums == kOverLanes) {
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s) grad_gate[s] = warp_sum(grad_gate[s], lane);
-      }
-      store_steps<T>(args.grad_gate, args.grad_gate_code, at.grad_gate + position * args.grad_gate.time, grad_gate,
-                     args.sums == kOverLanes && lane > 0 ? 0 : stored);
+      if (scan.last.start && !(kSegmented && scan.ids) && steps > 0 && position + steps == scan.length)
+        *reinterpret_cast<S*>(locate_row(scan, row).last) =
+            marks.resets >> (steps - 1) & 1 ? Scalar<S>::zero() : entering;
     };
     Steps even, odd;
     start(even, begin);
     // Every slot of the block takes the same number of tiles: as many as a whole chunk has.
-    for (long long base = begin; base < begin + scan.chunk; base += 2 * tile) {
+    for (long long base = begin; base < limit; base += 2 * tile) {
       start(odd, base + tile);
       process(even, base);
-      if (base + tile >= begin + scan.chunk) break;
+      if (base + tile >= limit) break;
       start(even, base + 2 * tile);
       process(odd, base + tile);
     }
     if (kSummarise && real && warp_in_row == 0) store_summary(scan, row, chunk, carry.map);
-    if (!kSummarise && args.grad_gate.start && args.sums == kOverTime && real)
-      store_as(at.grad_gate + (chunk * scan.row_warps + warp_in_row) * args.grad_gate.time, args.grad_gate_code, sum);
+    if (!kSummarise && over_time && real) store_as(at.grad_gate, args.grad_gate_code, sum);
   }
 }
 
@@ -334,7 +374,7 @@ struct WalkPacks {
   // As in Packs, but every item is given a value, as in WalkSteps.
   __device__ __forceinline__ void start(const LinearArray& array, const char* at, int left) {
     if (array.packs && left >= Packs<T>::kReach) {
-      if (array.time < 0) at += (kOfPack - 1) * array.time;  // the lowest item of a pack
+      if (array.time < 0) at -= (kOfPack - 1) * sizeof(Item);  // the lowest item of a pack
 #pragma unroll
       for (int r = 0; r < kRounds; ++r, at += (kApart - kItems) * array.time)
 #pragma unroll
@@ -353,19 +393,29 @@ struct WalkPacks {
     }
   }
   __device__ __forceinline__ void settle(const LinearArray& array, int left) {
-    if (array.packs && left >= Packs<T>::kReach && array.time < 0) {
+    const bool down = array.packs && left >= Packs<T>::kReach && array.time < 0;
+    if (sizeof(Item) == 2 || down) {
 #pragma unroll
       for (int i = 0; i < kRounds * kPacks; ++i)
-        pack[i / kPacks][i % kPacks] = in_order(pack[i / kPacks][i % kPacks], true);
+        pack[i / kPacks][i % kPacks] = in_order(pack[i / kPacks][i % kPacks], sizeof(Item) > 2 || down);
     }
   }
 };
 
-// Items of type T, or of its accumulation type where `wide`.
+// Items of type T, or with kWide of its accumulation type where `wide`.
+template <class T, bool kWide>
+struct RawPacks : WalkPacks<T, T> {
+  __device__ __forceinline__ void start(const LinearArray& array, bool, const char* at, int left) {
+    WalkPacks<T, T>::start(array, at, left);
+  }
+  __device__ __forceinline__ void settle(const LinearArray& array, bool, int left) {
+    WalkPacks<T, T>::settle(array, left);
+  }
+  __device__ __forceinline__ auto value(bool, int r, int v) const { return this->pack[r][0].get(v); }
+};
 template <class T>
-struct RawPacks {
+struct RawPacks<T, true> {
   using S = typename Accumulated<T>::type;
-  static constexpr bool k16Bits = sizeof(T) == 2;
   union {
     WalkPacks<T, T> own;
     WalkPacks<T, S> other;
@@ -373,24 +423,23 @@ struct RawPacks {
 
   __device__ __forceinline__ RawPacks() : other{} {}
   __device__ __forceinline__ void start(const LinearArray& array, bool wide, const char* at, int left) {
-    if (k16Bits && wide)
+    if (wide)
       other.start(array, at, left);
     else
       own.start(array, at, left);
   }
   __device__ __forceinline__ void settle(const LinearArray& array, bool wide, int left) {
-    if (k16Bits && wide)
+    if (wide)
       other.settle(array, left);
     else
       own.settle(array, left);
   }
   __device__ __forceinline__ S value(bool wide, int r, int v) const {
-    if (k16Bits && wide) return other.pack[r][v / other.kOfPack].get(v % other.kOfPack);
-    return own.pack[r][0].get(v);
+    return wide ? other.pack[r][v / other.kOfPack].get(v % other.kOfPack) : own.pack[r][0].get(v);
   }
 };
 
-template <class T, bool kSummarise, bool kSegmented, class Map>
+template <class T, bool kSummarise, bool kSegmented, bool kWide, class Map>
 __device__ __forceinline__ void walk_time(const LinearBackwardArgs& args, Map (&maps)[2][kMostWarps]) {
   using S = typename Map::State;
   constexpr int kItems = Pack<T>::kItems, kApart = Packs<T>::kApart, kRounds = Packs<T>::kRounds;
@@ -400,6 +449,10 @@ __device__ __forceinline__ void walk_time(const LinearBackwardArgs& args, Map (&
   const int slots = blockDim.x / 32 / scan.row_warps;
   const long long items = scan.rows * scan.chunks;
   const long long tile = (long long)scan.row_warps * kRounds * kApart;
+  // Only 16-bit items take more instructions than memory has time for; others would need more registers.
+  const bool plain = sizeof(T) == 2 && (kSummarise || !kWide) && plain_items<T>(args);
+  const bool over_time = args.grad_gate.start && args.sums == kOverTime;
+  const bool packs = scan.output.packs && (over_time || args.grad_gate.packs || !args.grad_gate.start);
   int parity = 0;
 
   for (long long first = (long long)blockIdx.x * slots; first < items; first += (long long)gridDim.x * slots) {
@@ -419,7 +472,7 @@ __device__ __forceinline__ void walk_time(const LinearBackwardArgs& args, Map (&
       // Of the steps from `position`, those below `left` exist; the bound is more than a thread looks at.
       const int left = (int)(end - position < 2 * kRounds * kApart ? end - position : 2 * kRounds * kApart);
       WalkPacks<T, T> gates;
-      RawPacks<T> grads, states;
+      RawPacks<T, kWide> grads, states;
       gates.start(scan.gate, at.gate + position * scan.gate.time, left);
       grads.start(scan.input, args.wide_input, at.input + position * scan.input.time, left);
       // The states of these steps and, of the one after the last, where that is in the next chunk.
@@ -430,9 +483,11 @@ __device__ __forceinline__ void walk_time(const LinearBackwardArgs& args, Map (&
         const char* states_at = at.states + position * args.states.time;
         states.start(args.states, args.wide_states, states_at, states_left);
         constexpr int kAfter = (kRounds - 1) * kApart + kItems;
-        if (args.states.start && lane == 31 && left >= kAfter && position + kAfter < scan.length)
+        if (args.states.start && lane == 31 && states_left > kAfter)
           after.load(states_at + kAfter * args.states.time, args.wide_states);
       }
+      // Of the whole warp: is every step there, with a state before it in the row?
+      bool whole = plain && packs && states_left + lane * kItems > kRounds * kApart;
       WalkMarks marks = {0, 0, 0, 0, 0};  // bit r * kItems + v
       if constexpr (kSegmented) {
         // One look of the whole warp, together with the items, tells whether anything is special at all.
@@ -447,6 +502,7 @@ __device__ __forceinline__ void walk_time(const LinearBackwardArgs& args, Map (&
           special = seen.masked | seen.resets | seen.starts | seen.ends;
         }
         if (__any_sync(kFullMask, special || position == 0)) {
+          whole = false;
 #pragma unroll 1
           for (int r = 0; r < kRounds; ++r) {
             const int steps = left - r * kApart < kItems ? left - r * kApart : kItems;
@@ -465,31 +521,40 @@ __device__ __forceinline__ void walk_time(const LinearBackwardArgs& args, Map (&
       grads.settle(scan.input, args.wide_input, left);
       if (!kSummarise) states.settle(args.states, args.wide_states, states_left);
 
-      S grad[kRounds][kItems];
       Map before[kRounds], total[kRounds], warp_map;
-      auto counts = [&](int r, int v) {
-        return r * kApart + v < left && !(kSegmented && marks.masked >> (r * kItems + v) & 1);
+      auto counts = [&](int r, int v, auto tag) {
+        const bool kWhole = tag.value;
+        return kWhole || (r * kApart + v < left && !(kSegmented && marks.masked >> (r * kItems + v) & 1));
       };
-      auto factor_of = [&](int r, int v) { return conjugate_gate<S>(scan, gates.pack[r][0].get(v)); };
+      auto factor_of = [&](int r, int v, auto tag) { return conjugate_gate<S>(scan, gates.pack[r][0].get(v), tag); };
+      auto grad_of = [&](int r, int v, auto tag) {
+        const bool kWhole = tag.value;
+        S grad = grads.value(!kWhole && args.wide_input, r, v);
+        if (kSegmented && !kWhole && scan.initial.start && marks.ends >> (r * kItems + v) & 1)
+          grad = add(grad, sequence_initial<S>(scan, at, scan.length - 1 - position - (r * kApart + v)));
+        return grad;
+      };
+      in_kind(scan, whole, [&](auto tag) {
+        const bool kWhole = tag.value;
+#pragma unroll
+        for (int r = 0; r < kRounds; ++r) {
+#pragma unroll
+          for (int v = 0; v < kItems; ++v) {
+            Affine<S> step = walk_step(factor_of(r, v, tag), counts(r, v, tag), grad_of(r, v, tag));
+            Map map;
+            if constexpr (kSegmented) {
+              map = {step.gate, step.input, kWhole ? 0 : marks.forgets >> (r * kItems + v) & 1};
+            } else {
+              if (r == 0 && v == 0 && position == 0 && !scan.initial.start) step.gate = Scalar<S>::zero();
+              map = step;
+            }
+            total[r] = v == 0 ? map : combine(total[r], map);
+          }
+        }
+      });
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
-        Map own;
-#pragma unroll
-        for (int v = 0; v < kItems; ++v) {
-          grad[r][v] = grads.value(args.wide_input, r, v);
-          if (kSegmented && scan.initial.start && marks.ends >> (r * kItems + v) & 1)
-            grad[r][v] = add(grad[r][v], sequence_initial<S>(scan, at, scan.length - 1 - position - (r * kApart + v)));
-          Affine<S> step = walk_step(factor_of(r, v), counts(r, v), grad[r][v]);
-          Map map;
-          if constexpr (kSegmented) {
-            map = {step.gate, step.input, marks.forgets >> (r * kItems + v) & 1};
-          } else {
-            if (r == 0 && v == 0 && position == 0 && !scan.initial.start) step.gate = Scalar<S>::zero();
-            map = step;
-          }
-          own = v == 0 ? map : combine(own, map);
-        }
-        const Map inclusive = warp_inclusive_scan(own, lane);
+        const Map inclusive = warp_inclusive_scan(total[r], lane);
         before[r] = from_lane_below(inclusive, 1);
         total[r] = from_lane(inclusive, 31);
         warp_map = r == 0 ? total[r] : combine(warp_map, total[r]);
@@ -503,44 +568,67 @@ __device__ __forceinline__ void walk_time(const LinearBackwardArgs& args, Map (&
         carry.add(warp_map);
       }
       if (kSummarise) continue;
-      char* output_at = at.output + position * scan.output.time;
-      char* grad_gate_at = at.grad_gate + position * args.grad_gate.time;
+      in_kind(scan, whole, [&](auto tag) {
+        const bool kWhole = tag.value;
+        S h0 = Scalar<S>::zero();
+        if (!kWhole)
+          h0 = state_before_first<kSegmented, S>(args, row,
+                                                 position < scan.length && position + kRounds * kApart >= scan.length);
+        char* output_at = at.output + position * scan.output.time;
+        char* grad_gate_at = at.grad_gate + position * args.grad_gate.time;
 #pragma unroll
-      for (int r = 0; r < kRounds;
-           ++r, output_at += kApart * scan.output.time, grad_gate_at += kApart * args.grad_gate.time) {
-        S grad_input[1][kItems], grad_gate[1][kItems];
-        S running = lane == 0 ? entering : apply(before[r], entering);
-        // The state after the pack's last.
-        const S next = states.value(args.wide_states, r + 1 < kRounds ? r + 1 : r, 0);
-        S following = from_lane(lane == 0 ? next : states.value(args.wide_states, r, 0), (lane + 1) % 32);
-        if (r == kRounds - 1 && lane == 31) following = after.value(args.wide_states);
+        for (int r = 0; r < kRounds;
+             ++r, output_at += kApart * scan.output.time, grad_gate_at += kApart * args.grad_gate.time) {
+          S grad_input[1][kItems], grad_gate[1][kItems];
+          S running = lane == 0 ? entering : apply(before[r], entering);
+          auto state_of = [&](int r, int v) { return states.value(!kWhole && args.wide_states, r, v); };
+          // The state after the pack's last.
+          const S next = state_of(r + 1 < kRounds ? r + 1 : r, 0);
+          S following = from_lane(lane == 0 ? next : state_of(r, 0), (lane + 1) % 32);
+          if (r == kRounds - 1 && lane == 31) following = after.value(!kWhole && args.wide_states);
 #pragma unroll
-        for (int v = 0; v < kItems; ++v) {
-          const int bit = r * kItems + v;
-          const bool exists = r * kApart + v < left;
-          const long long here = position + r * kApart + v;
-          const S g = marks.forgets >> bit & 1 ? grad[r][v] : add(running, grad[r][v]);
-          running = pass_on(factor_of(r, v), counts(r, v), g);
-          grad_input[0][v] = marks.masked >> bit & 1 ? Scalar<S>::zero() : g;
-          if (args.grad_gate.start) {
-            const S state = v + 1 < kItems ? states.value(args.wide_states, r, v + 1 < kItems ? v + 1 : v) : following;
-            grad_gate[0][v] = gate_gradient<kSegmented>(args, at, marks, bit, here, g, state);
-            if (args.sums == kOverTime && exists) sum = add(sum, grad_gate[0][v]);
+          for (int v = 0; v < kItems; ++v) {
+            const int bit = r * kItems + v;
+            const S grad = grad_of(r, v, tag), g = !kWhole && marks.forgets >> bit & 1 ? grad : add(running, grad);
+            running = pass_on(factor_of(r, v, tag), counts(r, v, tag), g);
+            grad_input[0][v] = !kWhole && marks.masked >> bit & 1 ? Scalar<S>::zero() : g;
+            const S state = v + 1 < kItems ? state_of(r, v + 1 < kItems ? v + 1 : v) : following;
+            if (kWhole) {
+              grad_gate[0][v] = multiply(g, conjugate(state));
+              continue;
+            }
+            const bool exists = r * kApart + v < left;
+            const long long here = position + r * kApart + v;
+            const bool first_step = here == scan.length - 1;
+            if (args.grad_gate.start) {
+              grad_gate[0][v] = gate_gradient<kSegmented>(args, at, marks, bit, here, first_step, g, state, h0);
+              if (over_time && exists) sum = add(sum, grad_gate[0][v]);
+            }
+            const S left_over = marks.resets >> bit & 1 ? Scalar<S>::zero() : running;  // for the h0 before this step
+            if (kSegmented && scan.last.start && marks.starts >> bit & 1)
+              store_sequence_last(scan, at, scan.length - 1 - here, left_over);
+            if (scan.last.start && !(kSegmented && scan.ids) && exists && first_step)
+              *reinterpret_cast<S*>(at.last) = left_over;
           }
-          const S left_over = marks.resets >> bit & 1 ? Scalar<S>::zero() : running;  // for the h0 before this step
-          if (kSegmented && scan.last.start && marks.starts >> bit & 1)
-            store_sequence_last(scan, at, scan.length - 1 - here, left_over);
-          if (scan.last.start && !(kSegmented && scan.ids) && exists && here == scan.length - 1)
-            *reinterpret_cast<S*>(at.last) = left_over;
+          entering = apply(total[r], entering);
+          if (kWhole) {
+            store_pack<T>(scan.output, output_at, grad_input[0]);
+            if (over_time) {
+#pragma unroll
+              for (int v = 0; v < kItems; ++v) sum = add(sum, grad_gate[0][v]);
+            } else if (args.grad_gate.start) {
+              store_pack<T>(args.grad_gate, grad_gate_at, grad_gate[0]);
+            }
+          } else {
+            store_packs<T>(scan.output, scan.output_code, output_at, left - r * kApart, grad_input);
+            if (args.grad_gate.start && !over_time)
+              store_packs<T>(args.grad_gate, args.grad_gate_code, grad_gate_at, left - r * kApart, grad_gate);
+          }
         }
-        entering = apply(total[r], entering);
-        store_packs<T>(scan.output, scan.output_code, output_at, left - r * kApart, grad_input);
-        if (args.grad_gate.start && args.sums == kEachStep)
-          store_packs<T>(args.grad_gate, args.grad_gate_code, grad_gate_at, left - r * kApart, grad_gate);
-      }
+      });
     }
     if (kSummarise && real && lane == 0 && warp_in_row == 0) store_summary(scan, row, chunk, carry.map);
-    if (!kSummarise && args.grad_gate.start && args.sums == kOverTime) {
+    if (!kSummarise && over_time) {
       sum = warp_sum(sum, lane);
       if (real && lane == 0)
         store_as(at.grad_gate + (chunk * scan.row_warps + warp_in_row) * args.grad_gate.time, args.grad_gate_code, sum);
@@ -552,8 +640,12 @@ template <class T, bool kSegmented>
 __device__ __forceinline__ void linear_backward_time(const LinearBackwardArgs& args) {
   using Map = typename MapOf<typename Accumulated<T>::type, kSegmented>::type;
   __shared__ Map maps[2][kMostWarps];
+  // Only beside gates of 16 bits are there items of another type, the accumulation type.
+  constexpr bool kMayBeWide = sizeof(T) == 2;
   if (args.summarise)
-    walk_time<T, true, kSegmented>(args, maps);
+    walk_time<T, true, kSegmented, kMayBeWide>(args, maps);
+  else if (kMayBeWide && (args.wide_input || args.wide_states))
+    walk_time<T, false, kSegmented, kMayBeWide>(args, maps);
   else
-    walk_time<T, false, kSegmented>(args, maps);
+    walk_time<T, false, kSegmented, false>(args, maps);
 }

@@ -38,6 +38,10 @@ __device__ __forceinline__ Two<R> multiply(Two<R> x, Two<R> y) {
   return {multiply(x.first, y.first), multiply(x.second, y.second)};
 }
 template <class R>
+__device__ __forceinline__ Two<R> add(Two<R> x, Two<R> y) {
+  return {add(x.first, y.first), add(x.second, y.second)};
+}
+template <class R>
 __device__ __forceinline__ Two<R> multiply_add(Two<R> x, Two<R> y, Two<R> z) {
   return {multiply_add(x.first, y.first, z.first), multiply_add(x.second, y.second, z.second)};
 }

@@ -98,6 +98,10 @@ class Rows:
         size = ITEM_BYTES[self.item]
         return self.rows[-1] == size and all(x % (2 * size) == 0 for x in (*more, self.time, *self.rows[:-1]))
 
+    def paired(self) -> Rows:
+        """The same with two neighbouring rows as one."""
+        return replace(self, rows=(*self.rows[:-1], 2 * self.rows[-1]))
+
 
 NOWHERE = Rows(0, 0, ())
 
@@ -216,9 +220,7 @@ class LinearCall:
     def paired(self) -> LinearCall:
         """The same with two neighbouring rows as one."""
         arrays = {name: getattr(self, name) for name in ("gate", "input", "initial", "output", "last")}
-        pairs: dict[str, Any] = {
-            name: replace(x, rows=(*x.rows[:-1], 2 * x.rows[-1])) for name, x in arrays.items() if isinstance(x, Rows)
-        }
+        pairs: dict[str, Any] = {name: x.paired() for name, x in arrays.items() if isinstance(x, Rows)}
         return replace(self, sizes=(*self.sizes[:-1], self.sizes[-1] // 2), **pairs)
 
     def aligned(self) -> bool:

@@ -83,12 +83,22 @@ def backward(place: Place, call: BackwardCall, *, copied: bool = False) -> None:
     by_stride = sorted((d for d in others if shape[d] > 1), key=lambda d: -abs(states.strides[d]))
     fastest = by_stride[-1] if by_stride else None
     state = np.dtype(accumulation(call.item))
+
+    def adjacent(x: Array) -> bool:
+        apart = tuple(x.strides[d] for d in others if d != fastest)
+        lie = Rows(0, x.strides[axis], (*apart, x.strides[fastest]), item_name(x))
+        return lie.item == call.item and lie.adjacent()
+
+    unmarked = call.mask is None and call.reset is None and call.offsets is None
+    even = fastest is not None and shape[fastest] % 2 == 0 and ITEM_BYTES[call.item] == 2
+    read = [x for x in (call.gate, states, call.grad) if not isinstance(x, complex)]
     problem = LinearProblem(
         item_bytes=ITEM_BYTES[call.item],
         state_bytes=state.itemsize,
         rows=prod(shape[d] for d in others),
         length=length,
         time_fast=fastest is None or abs(states.strides[axis]) < abs(states.strides[fastest]),
+        pairs=unmarked and even and all(x is not None and adjacent(x) for x in read),
     )
     shard = _shards.linked()
     with _shards.split(shard):
@@ -190,7 +200,8 @@ def backward(place: Place, call: BackwardCall, *, copied: bool = False) -> None:
     entering = at_end("initial") or at_end("before")
     if shard is None:
         marks = _marks(place, walk, enters=entering is not None)
-        _launch(place, plan, walk, in_order("states", walked=True), entering, grad_gate, sums, marks, marks)
+        _launch(place, plan, walk, in_order("states", walked=True), entering, grad_gate, sums, marks, marks,
+                pairs=problem.pairs)  # fmt: skip
     else:
         closed = opened = _marks(place, walk, enters=entering is not None and not packed, leaves=not packed)
         start, end = (length, 0) if call.reverse else (0, length)  # of the scan, in time
@@ -226,7 +237,8 @@ def backward(place: Place, call: BackwardCall, *, copied: bool = False) -> None:
             place, shard, not call.reverse, strides["message"], at_end("grad_last"), at_end("carry"),
             prod(shape[d] for d in others) * state.itemsize, finish, arrived,
         )  # fmt: skip
-        _launch(place, plan, walk, in_order("states", walked=True), entering, grad_gate, sums, closed, opened, link)
+        _launch(place, plan, walk, in_order("states", walked=True), entering, grad_gate, sums, closed, opened, link,
+                pairs=problem.pairs)  # fmt: skip
     if left is not None and call.grad_gate is not None and left is not call.grad_gate:
         if copied:
             moved = place.allocate(tuple(parts[d] for d in order), state)
@@ -261,24 +273,31 @@ def _launch(
     closed: Marks | None,
     opened: Marks | None,
     link: _shards.Link | None = None,
+    *,
+    pairs: bool,
 ) -> None:
     """Launch the walk from the last step to the first; its segments are in the order of the scan.
 
-    The marks of its summaries, and those of the walk itself.
+    The marks of its summaries, and those of the walk itself. `pairs`: a thread takes two rows if their addresses allow
+    it; all else does.
     """
     source = linear_backward_source(walk.item, segmented=closed is not None)
-    name = linear_backward_name(plan.order.lanes, walk.item, segmented=closed is not None)
-    read = (states or NOWHERE) if grad_gate else NOWHERE
-    written = grad_gate or NOWHERE
+    own = [states if grad_gate else None, initial, grad_gate]
+    shared = (walk.gate, walk.input, walk.initial, walk.output, walk.last)
+    pairs = pairs and plan.order.lanes is Lanes.ROWS
+    pairs = pairs and all(x.adjacent(x.start) for x in (*shared, *own) if isinstance(x, Rows))
+    now = walk.paired() if pairs else walk
+    read, entering, written = ((x.paired() if pairs else x) if x else NOWHERE for x in own)
+    wide = [x.start != 0 and x.item != walk.item for x in (walk.input, read)]
+    name = linear_backward_name(plan.order.lanes, walk.item, segmented=closed is not None, pairs=pairs)
 
     def launch(*, summarise: bool, summaries: tuple[int, int, int]) -> None:
-        packed = linear_args(plan, walk, closed if summarise else opened, summaries)
-        packed += b"".join(x.packed(plan.order.chunk, x.item) for x in (read, initial or NOWHERE))
+        packed = linear_args(plan, now, closed if summarise else opened, summaries)
+        packed += b"".join(x.packed(plan.order.chunk, x.item) for x in (read, entering))
         packed += written.packed(plan.order.chunk, walk.item) + struct.pack(
-            LINEAR_BACKWARD_TAIL, ITEM_CODE[written.item], walk.input.item != walk.item, read.item != walk.item,
-            sums, summarise,
-        )  # fmt: skip
-        _start(place, source, name, linear_blocks(plan, walk), 32 * plan.fit.warps, packed)
+            LINEAR_BACKWARD_TAIL, ITEM_CODE[written.item], *wide, sums, summarise
+        )
+        _start(place, source, name, linear_blocks(plan, now), 32 * plan.fit.warps, packed)
 
     launch_chunks(place, plan, walk, launch, link=link)
 

@@ -165,26 +165,29 @@ def linear_source(item: str, *, segmented: bool = False) -> KernelSource:
     return _module("linear_scan.cu", ("LinearArgs", LINEAR_ARGS), entries)
 
 
-def linear_backward_name(lanes: Lanes, item: str, *, segmented: bool) -> str:
-    """Entry point of a linear_scan_backward kernel."""
-    return "_".join(["linear_scan_backward", lanes.value, *["segmented"] * segmented, item])
+def linear_backward_name(lanes: Lanes, item: str, *, segmented: bool, pairs: bool = False) -> str:
+    """Entry point of a linear_scan_backward kernel; `pairs`: a thread takes two rows."""
+    words = [*["segmented"] * segmented, *["pairs"] * pairs]
+    return "_".join(["linear_scan_backward", lanes.value, *words, item])
 
 
 @cache
 def linear_backward_source(item: str, *, segmented: bool) -> KernelSource:
-    """Both linear_scan_backward kernels of an item type."""
+    """Every linear_scan_backward kernel of an item type."""
     entries = {}
-    for lanes in Lanes:
+    paired = [(Lanes.ROWS, True)] * (ITEM_BYTES[item] == 2 and not segmented)
+    for lanes, pairs in [*((lanes, False) for lanes in Lanes), *paired]:
         # Half the registers are too few for a complex128, and with segments for some compilers and chips; for rows they
-        # are bounded for three blocks of four warps.
+        # are bounded for three blocks of four warps, for pairs of rows for two of eight.
         few = segmented or item == "complex128"
-        threads = 32 * BLOCK_WARPS if few or lanes is Lanes.TIME else 48 * BLOCK_WARPS
-        blocks = 1 if few or lanes is Lanes.ROWS else 2
-        name = linear_backward_name(lanes, item, segmented=segmented)
+        halved = not few and (pairs or lanes is Lanes.TIME)
+        threads = 32 * BLOCK_WARPS if few or halved else 48 * BLOCK_WARPS
+        name = linear_backward_name(lanes, item, segmented=segmented, pairs=pairs)
+        items = f"Pair<{_CPP[item]}>" if pairs else _CPP[item]
         entries[name] = (
-            f'extern "C" __global__ void __launch_bounds__({threads}, {blocks}) '
+            f'extern "C" __global__ void __launch_bounds__({threads}, {2 if halved else 1}) '
             f"{name}(const LinearBackwardArgs args) "
-            f"{{ linear_backward_{lanes.value}<{_CPP[item]}, {_flags(segmented)}>(args); }}"
+            f"{{ linear_backward_{lanes.value}<{items}, {_flags(segmented)}>(args); }}"
         )
     return _module("linear_scan_backward.cu", ("LinearBackwardArgs", LINEAR_BACKWARD_ARGS), entries)
 

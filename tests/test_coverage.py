@@ -10,7 +10,7 @@ import test_state_update
 
 import cuscan
 from cuscan import _source
-from cuscan.testing import Host, Layout, LinearProblem, Plan, host
+from cuscan.testing import Host, Layout, LinearGradientProblem, LinearProblem, Plan, host
 
 try:
     host.compiler()
@@ -58,7 +58,9 @@ def check_pairs(executor):
     for a, h0, out_dtype in ((1.0, None, None), (Layout(), Layout(), "float32")):
         for dtype in ("bfloat16", "float16"):
             sizes = {"shape": (70, 72), "axis": 0, "dtype": dtype, "out_dtype": out_dtype}
-            LinearProblem(**sizes, a=a, h0=h0, plans=plans).check(executor)
+            of = LinearProblem(**sizes, a=a, h0=h0, plans=plans)
+            of.check(executor)
+            LinearGradientProblem(of, Layout(), Layout(), grad_dtype=out_dtype).check(executor)
 
 
 def test_division_of_64_bits():
@@ -73,8 +75,10 @@ def test_every_line_runs(capsys):
     for dtype in ("complex64", "complex128"):
         LinearProblem(dtype=dtype, a=1.0).check(executor)
     for dtype in ("bfloat16", "float32"):  # whole tiles over time
-        for a in (1.0, Layout()):
-            LinearProblem(shape=(1, 1104), axis=1, dtype=dtype, a=a, reverse=True).check(executor)
+        for a in (1.0, Layout(), Layout(steps=(1, 0))):
+            of = LinearProblem(shape=(1, 1104), axis=1, dtype=dtype, a=a, reverse=True)
+            of.check(executor)
+            LinearGradientProblem(of, Layout()).check(executor)
     check_one_pass(executor)
     check_pairs(executor)
     check_division(executor)

@@ -12,7 +12,7 @@ from test_linear import BLOCK, DTYPES, LANES, SERIAL, SPLIT, accumulation, on_ho
 from test_segments import MARKS, as_offsets
 
 import cuscan
-from cuscan import LinearGradients
+from cuscan import LinearGradients, _linear_backward
 from cuscan._plan import Lanes, forced
 from cuscan.testing import Layout, LinearGradientProblem, LinearProblem, Plan, _bounds, oracle
 
@@ -565,6 +565,61 @@ def test_fit_strides_and_alignment_do_not_change_bits(executor):
             for warps in (1, 2, 4, 8) if executor.kernels else ():
                 if warps >= plan.get("row_warps", 1):
                     assert_same_bits(run(executor, one, {**plan, "warps": warps}), expected, plan)
+
+
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(np.float16, marks=pytest.mark.full)])
+def test_rows_in_pairs_have_the_bits_of_single_rows(host_executor, monkeypatch, dtype):
+    names, start = set(), _linear_backward._start
+
+    def spy(place, source, name, *rest):
+        names.add(name)
+        start(place, source, name, *rest)
+
+    monkeypatch.setattr(_linear_backward, "_start", spy)
+    item = np.dtype(dtype).name
+    # 35 and 32 pairs: lanes without a row, and whole tiles. 150 steps are whole tiles and a tail.
+    for shape, grad_dtype in (((2, 150, 70), None), ((1, 150, 128), None), ((1, 40, 128), F32)):
+        one = case(shape, 1, dtype, reverse=shape[0] == 2)
+        odd = {}
+        for name in ("a", "h", "grad_h"):
+            apart = np.zeros((*shape[:2], shape[2] + 2), dtype)
+            apart[..., 1:-1] = one[name]
+            odd[name] = apart[..., 1:-1]
+        block, split = ({**schedule, "lanes": Lanes.ROWS} for schedule in (BLOCK, SPLIT))
+        shared = {"a": one["a"][:, :1]}, {"a": odd["a"][:, :1]}
+        changes = (({}, {}), ({"h0": None, "grad_last_state": None},) * 2, ({"a": 0.9},) * 2, shared)
+        for plan in ({}, SERIAL, {**block, "row_warps": 8}, {**split, "chunk": 70}):
+            for change, odd_change in changes:
+                results = []
+                for pairs, arguments in ((True, one | change), (False, one | odd | odd_change)):
+                    names.clear()
+                    results.append(run(host_executor, arguments, plan, grad_dtype=grad_dtype))
+                    assert (f"linear_scan_backward_rows_pairs_{item}" in names) == pairs
+                assert_same_bits(*results, plan)
+        check(host_executor, one, [{}, {**split, "chunk": 70}], grad_dtype=grad_dtype)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(np.float16, marks=pytest.mark.full)])
+def test_whole_tiles_have_the_bits_of_others(host_executor, dtype, reverse):
+    # No tile is whole where the gradients have another type. Those that are may lack whole packs of h.
+    for shape, axis, lanes, chunk in (((2, 1600), 1, Lanes.TIME, 1040), ((150, 64), 0, Lanes.ROWS, 70)):
+        mask = np.arange(shape[axis]) != 1100  # in the second tile
+        for change in ({}, {"h0": None, "grad_last_state": None}, {"a": 0.9}, {"a": "shared"}, {"mask": mask}):
+            one = case(shape, axis, dtype, reverse=reverse) | change
+            if change.get("a") == "shared":
+                one["a"] = case(shape, axis, dtype)["a"].take([0], axis)
+            if axis == 0:
+                one.pop("mask", None)
+            apart = np.zeros((shape[0], shape[1] + 1), dtype)
+            apart[:, 1:] = one["h"]
+            one_warp, two_warps = ({"lanes": lanes, "row_warps": warps} for warps in (1, 2))
+            for plan in ({**BLOCK, **one_warp}, {**BLOCK, **two_warps}, {**SPLIT, **one_warp, "chunk": chunk}):
+                whole = check(host_executor, one, [plan])
+                assert_same_bits(run(host_executor, one | {"h": apart[:, 1:]}, plan), whole, plan)
+                wide = run(host_executor, one, plan, grad_dtype=F32)
+                rounded = (x if x is None else x.astype(dtype) for x in wide[:2])
+                assert_same_bits((*rounded, wide[2]), whole, plan)
 
 
 def test_other_rows_do_not_change_bits(executor):
