@@ -138,7 +138,7 @@ def plan_of(xp: Any, function: Any, given: dict[str, Any], p: Problem) -> Plan:
         chain = -(-plan.order.chunk // share)
     multiprocessors = attributes["MultiProcessorCount"]
     fill = min(1.0, last.blocks * last.threads / (8 * 32 * multiprocessors))
-    twice = 2 if plan.chunks > 1 else 1
+    twice = 2 if plan.chunks > 1 and not getattr(plan.order, "one_pass", False) else 1
     expected = max(twice * least / fill, chain * STEP)
     return Plan(
         device, call.plans, plan.reason, [x.kernel for x in t.launches], [x.what for x in t.copies], call.scratch_bytes,

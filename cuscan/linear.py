@@ -86,11 +86,11 @@ def linear_scan(
     Notes
     -----
     Accumulation is in float32 for float16, bfloat16 and float32, and in the dtype itself for the others. Where
-    the plan cuts time into tiles that blocks take in one pass, which is for float32 alone, scratch is 16 bytes, 16 more
-    a (row, tile) and 8 a (row, group of 128 tiles; of 4 to 32 where rows lie side by side); where it cuts time into
-    chunks, two arrays of (rows, chunks) in the accumulation type. With `mask`, `reset` or `cu_seqlens`, 16 bytes more
-    for each 32 of their steps, before they are broadcast, with `cu_seqlens` 4 bytes a step of `axis`, and with chunks
-    a byte a (row, chunk) and 16 bytes for each 32 chunks of a row.
+    the plan cuts time into tiles that blocks take in one pass, which is for float32 and, along time, for 16-bit types,
+    scratch is 16 bytes, 16 more a (row, tile) and 8 a (row, group of 32 tiles; of 1 to 16 where rows lie side by side);
+    where it cuts time into chunks, two arrays of (rows, chunks) in the accumulation type. With `mask`, `reset` or
+    `cu_seqlens`, 16 bytes more for each 32 of their steps, before they are broadcast, with `cu_seqlens` 4 bytes a step
+    of `axis`, and with chunks a byte a (row, chunk) and 16 bytes for each 32 chunks of a row.
 
     Examples
     --------

@@ -1103,7 +1103,8 @@ def _linear_plan(pick: Pick, length: int) -> Plan:
         return Plan(schedule, segments=segments)
     row_warps = pick((1, 2, 4, 8))
     warps = pick([n for n in (None, 1, 2, 4, 8) if n is None or n >= row_warps])
-    chunk = _chunk(pick, length) if schedule == "split" else None
+    # Without a chunk a split is one pass, where there is one.
+    chunk = pick((_chunk(pick, length), None)) if schedule == "split" else None
     return Plan(schedule, pick(("rows", "time")), chunk, row_warps, warps, None, segments)
 
 
