@@ -533,7 +533,7 @@ def test_reverse_is_flip_scan_flip(executor):
 
 @LANES
 @pytest.mark.parametrize("reverse", [False, True])
-def test_one_pass_over_many_groups(host_executor, lanes, reverse):
+def test_one_pass_over_many_groups(executor, lanes, reverse):
     # A group is 32 tiles of 768 steps a warp over time, and a tile of 24 steps for each warp over rows.
     shape = (2, 2 * 32 * 768 + 700) if lanes is Lanes.TIME else (37, 3 * 2 * 48 + 21)
     a, b = exact_inputs(shape)
@@ -541,28 +541,26 @@ def test_one_pass_over_many_groups(host_executor, lanes, reverse):
     expected, last = cuscan.linear_scan(a, b, h0, axis=1, return_last_state=True, reverse=reverse)
     for warps in (1, 2):
         plan = {**SPLIT, "lanes": lanes, "row_warps": warps}
-        h, end = scan(host_executor, a, b, h0, plan, axis=1, reverse=reverse)
+        h, end = scan(executor, a, b, h0, plan, axis=1, reverse=reverse)
         np.testing.assert_array_equal(h, expected)
         np.testing.assert_array_equal(end, last)
 
 
-def test_one_pass_of_16_bit_items(host_executor):
+def test_one_pass_of_16_bit_items(executor):
     # A group is 32 tiles of 1536 steps; whole tiles, a tail, and items that are not aligned.
     length = 32 * 1536 + 700
     a, b = exact_inputs((2, length + 1), BF16)
     for start in (0, 1):
         now = [x[:, start : start + length] for x in (a, b)]
         expected, last = cuscan.linear_scan(*now, axis=1, return_last_state=True, out_dtype="float32")
-        h, end = scan(
-            host_executor, *now, plan={**SPLIT, "lanes": Lanes.TIME, "row_warps": 1}, axis=1, out_dtype="float32"
-        )
+        h, end = scan(executor, *now, plan={**SPLIT, "lanes": Lanes.TIME, "row_warps": 1}, axis=1, out_dtype="float32")
         np.testing.assert_array_equal(h, expected)
         np.testing.assert_array_equal(end, last)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("number", [False, True])
-def test_two_rows_that_take_turns_are_one(host_executor, number, reverse):
+def test_two_rows_that_take_turns_are_one(executor, number, reverse):
     # A tile is 320 steps of a warp. Arrays that are not aligned, and those read or written once, need not be pairs.
     length = 32 * 320 + 500
     a, b = exact_inputs((length, 2, 2))
@@ -578,7 +576,7 @@ def test_two_rows_that_take_turns_are_one(host_executor, number, reverse):
         rows[0][:], rows[1][:] = a, b
         gate = a if number else rows[0]
         out = np.zeros((length, 2, 4), np.float32)[:, :, ::2] if start else None
-        h, end = scan(host_executor, gate, rows[1], h0, plan, axis=0, reverse=reverse, out=out)
+        h, end = scan(executor, gate, rows[1], h0, plan, axis=0, reverse=reverse, out=out)
         np.testing.assert_array_equal(h, expected)
         np.testing.assert_array_equal(end, last)
 
