@@ -18,12 +18,13 @@
 //
 // A long row is cut into chunks (split): the kernel run with kSummarise leaves each chunk's map in the summaries,
 // a linear_scan over the summaries makes summary_input[c] the state that leaves chunk c, and the kernel proper
-// starts chunk c from summary_input[c - 1]. Without split there is one chunk and no summary. Or a long row is taken in
-// one pass (kOnePass): a chunk is then the tile of one block, which waits in shared memory while the block looks back
-// for the state that enters it (linear_look_back.cuh).
+// starts chunk c from summary_input[c - 1]. Without split there is one chunk and no summary.
 //
 // A block has as many slots as row_warps fits into its warps. A slot owns one (chunk, 32 rows) or one (row, chunk) at a
 // time; a slot with nothing to do works on an empty chunk of the first one, and so takes part in every barrier.
+//
+// Or a long row is taken in one pass (kOnePass): a chunk is then the one tile of one block, all of whose warps share
+// it. It waits in shared memory while the block looks back for the state that enters it (linear_look_back.cuh).
 //
 // Position counts steps in the direction of the scan: in reverse the arrays come with their last step first and a
 // negative stride.
@@ -532,7 +533,7 @@ __device__ __forceinline__ void linear_time(const LinearArgs& args, unsigned cha
     };
     in_kind(view, finish_packs);
     if (ends && left > 0 && left <= Slots::kReach && (left - 1) % kApart < kItems)
-      *reinterpret_cast<S*>(locate_row(args, tile.row).last) = last;
+      store_state(locate_row(args, tile.row).last, beside(args, args.last), last);
   };
 
   if constexpr (kPart == kOnePass) {

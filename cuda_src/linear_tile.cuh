@@ -8,7 +8,7 @@
 #include "tile_io.cuh"
 #include "warp_scan.cuh"
 
-constexpr int kMostWarps = 8;  // warps a block
+constexpr int kMostWarps = 8;  // warps a block, but in one pass
 
 // Quotient, and the remainder in `rest`. 64-bit division is a subroutine of a hundred instructions.
 __device__ __forceinline__ long long divide(long long x, long long y, long long& rest) {
@@ -104,6 +104,17 @@ template <class R>
 __device__ __forceinline__ void store_state(char* address, long long beside, int code, Two<R> state) {
   store_as(address, code, state.first);
   store_as(address + beside, code, state.second);
+}
+
+// The same as it is.
+template <class S>
+__device__ __forceinline__ void store_state(char* address, long long, S state) {
+  *reinterpret_cast<S*>(address) = state;
+}
+template <class R>
+__device__ __forceinline__ void store_state(char* address, long long beside, Two<R> state) {
+  *reinterpret_cast<R*>(address) = state.first;
+  *reinterpret_cast<R*>(address + beside) = state.second;
 }
 
 template <class S, bool kSegmented>
@@ -279,8 +290,8 @@ __device__ __forceinline__ void start_item(Pair<float>* to, const char* from) {
   start_copy(&to->item[1], from + sizeof(float));
 }
 
-// They come into the thread's own slots of shared memory: `which` 0 holds gates and 1 inputs, and one stage is filled
-// while another is worked on.
+// They come into the thread's own slots of shared memory: `which` 0 holds gates and 1 inputs. Where a block has
+// more than one tile, one stage is filled while another is worked on.
 template <class T, int kRounds = Packs<T>::kRounds>
 struct PackSlots {
   using Own = Packs<T, kRounds>;

@@ -1,7 +1,7 @@
 // Moving tiles between global memory and where they are worked on.
 //
 // Two forms, both split into a start (the copies are issued, nothing waits) and an end (the values are used):
-//   packs   16 bytes of consecutive steps, straight into registers (linear_scan)
+//   packs   16 bytes of consecutive steps (linear_scan by asynchronous copies, its gradients straight into registers)
 //   runs    some neighbours of a tile (selective_scan and its gradients), by asynchronous copies into slots of shared
 //           memory that belong to the thread. Registers would not do: the copies are under way across branches, and at
 //           a branch the chip waits for loads into registers. What is not aligned is loaded item by item where it is

@@ -6,7 +6,7 @@ The argument structs are packed here, field by field as in cuda_src/*_args.cuh; 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -87,6 +87,7 @@ class Rows:
         packs = (
             self.item == item
             and abs(self.time) == size
+            and (pair == 1 or self.rows[-1:] == (size,))  # the rows of a pair lie side by side
             and lowest % 16 == 0
             and all(stride % 16 == 0 for stride in rows)
             and chunk * size % 16 == 0
@@ -192,6 +193,7 @@ class LinearCall:
     length: int
     sizes: tuple[int, ...]  # of the row axes
     segments: Segments | None = None  # packed: the time axis of initial and last goes over the sequences
+    pairs: bool = False  # may_pair
 
     @property
     def rows(self) -> int:
@@ -203,20 +205,6 @@ class LinearCall:
         """Whether each row holds several sequences."""
         return self.segments is not None and self.segments.offsets is not None
 
-    def adjacent(self) -> bool:
-        """Whether two neighbouring rows may be one, as far as the strides of what is read each step go.
-
-        Of 16-bit items rows lie side by side, and are one where addresses and the other arrays allow it, too. Of
-        float32 two rows take turns along time, and are always one in one pass.
-        """
-        arrays = [x for x in (self.gate, self.input) if isinstance(x, Rows)]
-        size = ITEM_BYTES[self.item]
-        if self.segments is not None or not self.sizes or self.sizes[-1] % 2:
-            return False
-        if self.item == "float32":
-            return all(x.rows[-1] == size and abs(x.time) == 2 * size for x in arrays)
-        return size == 2 and all(x.adjacent() for x in arrays)
-
     def paired(self) -> LinearCall:
         """The same with two neighbouring rows as one."""
         arrays = {name: getattr(self, name) for name in ("gate", "input", "initial", "output", "last")}
@@ -224,9 +212,30 @@ class LinearCall:
         return replace(self, sizes=(*self.sizes[:-1], self.sizes[-1] // 2), **pairs)
 
     def aligned(self) -> bool:
-        """Whether all arrays lie so that two adjacent rows are one aligned item."""
+        """Whether all arrays lie so that two neighbouring rows are one aligned item."""
         arrays = (self.gate, self.input, self.initial, self.output, self.last)
-        return self.adjacent() and all(x.adjacent(x.start) for x in arrays if isinstance(x, Rows))
+        return all(x.adjacent(x.start) for x in arrays if isinstance(x, Rows))
+
+
+def may_pair(item: str, axis: int, arrays: Sequence[Array]) -> bool:
+    """Whether two neighbouring rows may be one, by the shape and strides of what is read at each step of `axis`.
+
+    Rows of 16-bit items lie side by side, and are one where addresses and the other arrays allow it, too. Two rows of
+    float32 take turns along time, and are always one in one pass.
+    """
+    first, size = arrays[0], ITEM_BYTES[item]
+    others = [d for d in range(first.ndim) if d != axis and first.shape[d] > 1]
+    if not others or item_name(first) != item:
+        return False
+    fastest = min(others, key=lambda d: abs(first.strides[d]))
+
+    def lies(x: Array) -> bool:
+        if item == "float32":
+            return bool(abs(x.strides[axis]) == 2 * size)
+        return size == 2 and all(x.strides[d] % (2 * size) == 0 for d in (axis, *others) if d != fastest)
+
+    beside = all(item_name(x) == item and x.strides[fastest] == size and lies(x) for x in arrays)
+    return beside and first.shape[fastest] % 2 == 0
 
 
 def linear(
@@ -256,7 +265,7 @@ def linear(
 
     def launch(*, summarise: bool, summaries: tuple[int, int, int]) -> None:
         now = call if link is None or summarise else replace(call, initial=linked(marks))
-        pairs = plan.order.lanes is Lanes.ROWS and ITEM_BYTES[call.item] == 2 and now.aligned()
+        pairs = call.pairs and plan.order.lanes is Lanes.ROWS and call.item != "float32" and now.aligned()
         now = now.paired() if pairs else now
         slots = linear_slots(ITEM_BYTES[call.item], state_bytes, plan.order.lanes)
         stages = 2 if plan.order.lanes is Lanes.TIME else 0
@@ -268,7 +277,7 @@ def linear(
     if not plan.order.one_pass:
         launch_chunks(place, plan, call, launch, source_item, link)
         return
-    pairs = call.item == "float32" and plan.order.lanes is Lanes.TIME and call.adjacent()
+    pairs = call.pairs and plan.order.lanes is Lanes.TIME and call.item == "float32"
     now = call.paired() if pairs else call
     group = plan.order.row_warps if plan.order.lanes is Lanes.ROWS else 32  # LookBack in linear_look_back.cuh
     count = 2 + call.rows * state_bytes // 4 * (2 * plan.chunks + _ceil_div(plan.chunks, group))
@@ -308,7 +317,7 @@ def launch_chunks(
 
     states = along(entering, state.name, state.itemsize)
     scan = replace(call, item=state.name, gate=replace(states, start=gate), input=states, output=states,
-                   last=None, length=plan.chunks)  # fmt: skip
+                   last=None, length=plan.chunks, pairs=False)  # fmt: skip
     if call.segments is not None:
         segments = Segments(None, along(resets, "bool", 1), None, reverse=False)
         scan = replace(scan, segments=segments, initial=None if call.packed else call.initial)

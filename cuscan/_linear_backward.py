@@ -26,6 +26,7 @@ from ._launch import (
     linear_args,
     linear_blocks,
     make_marks,
+    may_pair,
 )
 from ._plan import ITEM_BYTES, Lanes, LinearPlan, LinearProblem, plan_linear, with_summaries
 from ._selective_backward import add_partials
@@ -83,22 +84,16 @@ def backward(place: Place, call: BackwardCall, *, copied: bool = False) -> None:
     by_stride = sorted((d for d in others if shape[d] > 1), key=lambda d: -abs(states.strides[d]))
     fastest = by_stride[-1] if by_stride else None
     state = np.dtype(accumulation(call.item))
-
-    def adjacent(x: Array) -> bool:
-        apart = tuple(x.strides[d] for d in others if d != fastest)
-        lie = Rows(0, x.strides[axis], (*apart, x.strides[fastest]), item_name(x))
-        return lie.item == call.item and lie.adjacent()
-
+    read = [x for x in (states, call.gate, call.grad) if x is not None and not isinstance(x, complex)]
     unmarked = call.mask is None and call.reset is None and call.offsets is None
-    even = fastest is not None and shape[fastest] % 2 == 0 and ITEM_BYTES[call.item] == 2
-    read = [x for x in (call.gate, states, call.grad) if not isinstance(x, complex)]
+    pairs = unmarked and call.grad is not None and ITEM_BYTES[call.item] == 2 and may_pair(call.item, axis, read)
     problem = LinearProblem(
         item_bytes=ITEM_BYTES[call.item],
         state_bytes=state.itemsize,
         rows=prod(shape[d] for d in others),
         length=length,
         time_fast=fastest is None or abs(states.strides[axis]) < abs(states.strides[fastest]),
-        pairs=unmarked and even and all(x is not None and adjacent(x) for x in read),
+        pairs=pairs,
     )
     shard = _shards.linked()
     with _shards.split(shard):
@@ -194,14 +189,14 @@ def backward(place: Place, call: BackwardCall, *, copied: bool = False) -> None:
         length=length,
         sizes=sizes,
         segments=segments,
+        pairs=pairs,
     )
     turned = sums is not GateSums.OVER_TIME and not call.reverse
     grad_gate = rows("grad_gate", left, of_gates[axis], turned=turned)
     entering = at_end("initial") or at_end("before")
     if shard is None:
         marks = _marks(place, walk, enters=entering is not None)
-        _launch(place, plan, walk, in_order("states", walked=True), entering, grad_gate, sums, marks, marks,
-                pairs=problem.pairs)  # fmt: skip
+        _launch(place, plan, walk, in_order("states", walked=True), entering, grad_gate, sums, marks, marks)
     else:
         closed = opened = _marks(place, walk, enters=entering is not None and not packed, leaves=not packed)
         start, end = (length, 0) if call.reverse else (0, length)  # of the scan, in time
@@ -237,8 +232,7 @@ def backward(place: Place, call: BackwardCall, *, copied: bool = False) -> None:
             place, shard, not call.reverse, strides["message"], at_end("grad_last"), at_end("carry"),
             prod(shape[d] for d in others) * state.itemsize, finish, arrived,
         )  # fmt: skip
-        _launch(place, plan, walk, in_order("states", walked=True), entering, grad_gate, sums, closed, opened, link,
-                pairs=problem.pairs)  # fmt: skip
+        _launch(place, plan, walk, in_order("states", walked=True), entering, grad_gate, sums, closed, opened, link)
     if left is not None and call.grad_gate is not None and left is not call.grad_gate:
         if copied:
             moved = place.allocate(tuple(parts[d] for d in order), state)
@@ -273,19 +267,15 @@ def _launch(
     closed: Marks | None,
     opened: Marks | None,
     link: _shards.Link | None = None,
-    *,
-    pairs: bool,
 ) -> None:
     """Launch the walk from the last step to the first; its segments are in the order of the scan.
 
-    The marks of its summaries, and those of the walk itself. `pairs`: a thread takes two rows if their addresses allow
-    it; all else does.
+    The marks of its summaries, and those of the walk itself.
     """
     source = linear_backward_source(walk.item, segmented=closed is not None)
     own = [states if grad_gate else None, initial, grad_gate]
-    shared = (walk.gate, walk.input, walk.initial, walk.output, walk.last)
-    pairs = pairs and plan.order.lanes is Lanes.ROWS
-    pairs = pairs and all(x.adjacent(x.start) for x in (*shared, *own) if isinstance(x, Rows))
+    pairs = walk.pairs and plan.order.lanes is Lanes.ROWS and walk.aligned()
+    pairs = pairs and all(x.adjacent(x.start) for x in own if x is not None)
     now = walk.paired() if pairs else walk
     read, entering, written = ((x.paired() if pairs else x) if x else NOWHERE for x in own)
     wide = [x.start != 0 and x.item != walk.item for x in (walk.input, read)]

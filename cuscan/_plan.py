@@ -330,7 +330,7 @@ def _turns(problem: LinearProblem, lanes: Lanes) -> bool:
 
 
 def pass_slots(lanes: Lanes, *, pairs: bool) -> int:
-    """The same in one pass."""
+    """linear_slots of one pass."""
     return 2 * (4 * PASS_STEPS if lanes is Lanes.ROWS else 16 * PASS_ROUNDS[pairs])
 
 

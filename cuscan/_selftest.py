@@ -12,6 +12,7 @@ import numpy as np
 
 from ._arrays import _dtype, accumulation, host_place
 from ._plan import (
+    ITEM_BYTES,
     DeviceLimits,
     Lanes,
     Schedule,
@@ -277,6 +278,14 @@ def _families(layouts: tuple[str, ...], item: str = ITEM) -> Iterator[Family]:
         packed = [(_packed(given, 333, (3,)), exact) for given, exact in inputs]
         name = _pair(linear_name(lanes, "apply", item, segmented=True))
         yield name, linear_scan, plans, cut + packed
+    one_pass = [(Lanes.TIME, False)] * (ITEM_BYTES[item] <= 4) + [(Lanes.ROWS, False), (Lanes.TIME, True)] * (
+        item == ITEM
+    )
+    for lanes, pairs in one_pass:
+        shape, axis = ((2000, 2), 0) if pairs else ((3, 5000), 1)
+        long = [(_cast(_linear_inputs(shape, axis, exact=exact), item), exact) for exact in (True, False)]
+        plans = [{"schedule": Schedule.SPLIT, "lanes": lanes, "row_warps": 2}]
+        yield linear_name(lanes, "pass", item, pairs=pairs), linear_scan, plans, long
     for layout in layouts:
         for state in (11, 12, 64, 128):  # 1, 4, 8 and 16 a thread
             states = states_a_thread(accumulation(item), both_vary=True, state=state)
@@ -417,12 +426,11 @@ def _packed(given: Arrays, length: int, rest: tuple[int, ...]) -> Arrays:
     return given | {"cu_seqlens": np.array([1, length // 3, length // 3, length - 2]), "h0": h0}
 
 
-def _linear_inputs(*, exact: bool) -> Arrays:
+def _linear_inputs(shape: tuple[int, int] = (3, 333), axis: int = 1, *, exact: bool) -> Arrays:
     r = np.random.default_rng(0)
-    shape = (3, 333)
     a = r.integers(-1, 2, shape) if exact else r.uniform(-1, 1, shape)
-    b, h0 = (r.integers(-8, 9, s) if exact else r.normal(size=s) for s in (shape, 3))
-    return {"a": a.astype(ITEM), "b": b.astype(ITEM), "h0": h0.astype(ITEM), "axis": 1}
+    b, h0 = (r.integers(-8, 9, s) if exact else r.normal(size=s) for s in (shape, shape[1 - axis]))
+    return {"a": a.astype(ITEM), "b": b.astype(ITEM), "h0": h0.astype(ITEM), "axis": axis}
 
 
 def _selective_inputs(state: int, *, exact: bool, layout: str) -> Arrays:

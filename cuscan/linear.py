@@ -338,6 +338,7 @@ def _run(
         length=length,
         sizes=sizes,
         segments=segments,
+        pairs=segments is None and _launch.may_pair(item, axis, [b] if isinstance(a, complex) else [b, a]),
     )
     fastest = abs(strides["input"][-1]) if sizes else None
     problem = _plan.LinearProblem(
@@ -346,7 +347,7 @@ def _run(
         rows=call.rows,
         length=length,
         time_fast=fastest is None or abs(b.strides[axis]) < fastest,
-        pairs=call.adjacent(),
+        pairs=call.pairs,
     )
     with _shards.split(shard):
         plan = _plan.plan_linear(problem, place.limits)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import cuscan
 from cuscan import _launch
-from cuscan._plan import Lanes, Schedule, forced
+from cuscan._plan import Lanes, Schedule, forced, watched
 from cuscan.testing import oracle
 
 BF16 = ml_dtypes.bfloat16
@@ -579,6 +579,35 @@ def test_two_rows_that_take_turns_are_one(executor, number, reverse):
         h, end = scan(executor, gate, rows[1], h0, plan, axis=0, reverse=reverse, out=out)
         np.testing.assert_array_equal(h, expected)
         np.testing.assert_array_equal(end, last)
+
+
+def test_pairs_whose_results_lie_apart(executor):
+    # The states of a pair go to rows that are far apart or the other way round, with the strides of packs.
+    a, b = exact_inputs((700, 2))
+    plan = {**SPLIT, "lanes": Lanes.TIME, "row_warps": 1}
+    expected = cuscan.linear_scan(a, b, axis=0)
+    memory = np.zeros(2 * 708 * 2, np.float32)
+    start = -memory.ctypes.data // 4 % 4
+    apart = memory[start : start + 2 * 700 * 2].reshape(2, 700, 2)[..., 0].T
+    turned = np.lib.stride_tricks.as_strided(memory[start + 4 :], (700, 2), (8, -4))
+    for out in (apart, turned):
+        h, _ = scan(executor, a, b, None, plan, axis=0, out=out)
+        np.testing.assert_array_equal(h, expected)
+    a, b = (np.stack([x] * 5).transpose(2, 0, 1) for x in (a, b))  # (2, 5, 700), of last states (2, 5)
+    expected, last = cuscan.linear_scan(a, b, axis=2, return_last_state=True)
+    h, end = scan(executor, a, b, None, plan, axis=2)
+    np.testing.assert_array_equal(h, expected)
+    np.testing.assert_array_equal(end, last)
+
+
+@pytest.mark.parametrize("shape", [(300, 110, 3), (300, 3, 110)])
+def test_a_plan_does_not_depend_on_what_is_not_read_each_step(host_executor, shape):
+    a, b = real_inputs(shape, BF16)
+    h0 = np.ones(shape[1:], np.float32)
+    with watched() as plans:
+        for start in (h0, np.asfortranarray(h0)):  # the rows are merged with one of them only
+            host_executor(cuscan.linear_scan, a, b, start, axis=0)
+    assert len({problem for _, problem, *_ in plans}) == 1
 
 
 # memory
