@@ -396,7 +396,7 @@ def plan_linear(problem: LinearProblem, limits: DeviceLimits) -> LinearPlan:
         (w for w in _WARPS if teams * chunks * w >= full or linear_tile(problem, lanes, w) >= chunk), BLOCK_WARPS
     )
     row_warps = min(row_warps, BLOCK_WARPS if large or pairs else BLOCK_WARPS // 2)
-    row_warps = force.get("row_warps", 1 if schedule is Schedule.SERIAL else row_warps)
+    row_warps = min(force.get("row_warps", 1 if schedule is Schedule.SERIAL else row_warps), BLOCK_WARPS)
     if schedule is None:
         serial = lanes is Lanes.ROWS and row_warps == 1
         schedule = Schedule.SPLIT if split else Schedule.SERIAL if serial else Schedule.BLOCK
