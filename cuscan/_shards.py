@@ -183,7 +183,9 @@ def zero_foreign(to: Array, offsets: Array, *, length: int, total: int, last_ran
     ours = (edge >= 0) & (edge < length)
     if last_rank:
         ours |= (begin == end) & (begin >= total)
-    to.view(np.uint8).reshape(*to.shape, to.dtype.itemsize)[...] *= _column(ours, to)[..., None]
+    for part in (to.real, to.imag) if to.dtype.kind == "c" else (to,):
+        bits = part.view(f"u{part.dtype.itemsize}")  # NaN times 0 is NaN
+        bits *= _column(ours, to)
 
 
 def only_ours(place: Place | None, to: Array, offsets: Array | None, *, at_end: bool) -> None:

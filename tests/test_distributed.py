@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import cuscan
 from bench import distributed as benchmark
-from cuscan import _arrays, distributed
+from cuscan import _arrays, _shards, distributed
 from cuscan._plan import STATE_INTERVAL, forced
 from cuscan.distributed import CommunicatorError, Threads
 from cuscan.distributed import __main__ as command
@@ -277,6 +277,15 @@ def test_on_a_gpu(executor, problem, cuts):
 @settings(max_examples=30)
 def test_gradients_on_a_gpu(executor, problem, cuts):
     check(executor, cuts, problem)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "complex64", "complex128"])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_what_is_of_other_ranks_becomes_zero_whatever_it_was(dtype, order):
+    to = np.full((2, 3, 4), np.nan, _arrays._dtype(dtype), order)
+    _shards.zero_foreign(to, np.array([-3, 2, 16]), length=16, total=16, last_rank=True, at_end=False)
+    assert (to[0] == 0).all()
+    assert np.isnan(to[1].astype(complex)).all()
 
 
 # --- what a rank gets ------------------------------------------------------------------------------------------------
