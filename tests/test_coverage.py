@@ -46,10 +46,12 @@ def check_large_angles(executor):
 
 def check_one_pass(executor):
     """Rows that are taken in one pass, of more tiles than a group has; a plan without chunks leaves them so."""
-    for lanes, shape in (("rows", (37, 3 * 2 * 48 + 21)), ("time", (1, 32 * 768 + 700))):
+    # Rows apart and side by side, a row along time, and two that take turns.
+    shapes = (("rows", (37, 309), 1), ("rows", (309, 64), 0), ("time", (1, 32 * 768 + 700), 1), ("time", (1101, 2), 0))
+    for lanes, shape, axis in shapes:
         plans = tuple(Plan(schedule="split", lanes=lanes, row_warps=warps) for warps in (1, 2))
         for h0 in (None, Layout()):
-            LinearProblem(shape=shape, axis=1, h0=h0, plans=plans).check(executor)
+            LinearProblem(shape=shape, axis=axis, h0=h0, last=True, plans=plans).check(executor)
 
 
 def check_pairs(executor):
@@ -79,6 +81,8 @@ def test_every_line_runs(capsys):
             of = LinearProblem(shape=(1, 1104), axis=1, dtype=dtype, a=a, reverse=True)
             of.check(executor)
             LinearGradientProblem(of, Layout()).check(executor)
+    packed = LinearProblem(shape=(16, 2), axis=0, h0=Layout(), cu_seqlens=Layout(), lengths=(2, 14))
+    LinearGradientProblem(packed, Layout(), Layout()).check(executor)
     check_one_pass(executor)
     check_pairs(executor)
     check_division(executor)
