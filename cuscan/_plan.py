@@ -60,12 +60,6 @@ THRESHOLDS: dict[str, tuple[int, str]] = {
         11,
         _H200 + "(8, 4096, 1536) axis 1: 1621, 2240, 3236, 3034 GB/s with 1, 2, 4, 8 warps on 32 rows (2.9 to 23 each)",
     ),
-    "linear: steps from which two warps share a row of float32 along time": (
-        4096,
-        _H200
-        + "1 and 2 warps: 93.0, 95.4 % of the copy bandwidth (8, 1536, 4096), 78.9, 73.8 (8, 1536, 1024); in bfloat16"
-        " 81.0, 75.0 and 56.1, 48.2",
-    ),
     "linear: warps a multiprocessor below which to split": (
         5,
         _H200 + "(1, 131072, 512) axis 1: 2145 GB/s split; a split moves 20 bytes for 12",
@@ -122,12 +116,6 @@ THRESHOLDS: dict[str, tuple[int, str]] = {
         9,
         _H200 + "serial against split, 192 warps: 0.026, 0.042 ms with 512 steps (1, 512, 1536, 16), 0.054, 0.064 with"
         " 1536, 0.075, 0.067 with 2048",
-    ),
-    "selective: steps a chunk at most": (
-        4096,
-        _H200
-        + "(1, 65536, 2048, 16): 1.632, 1.594, 1.577 ms in chunks of 8192, 4096, 2048; (1, 1048576, 64, 16): 0.821,"
-        " 0.833 ms in chunks of 4000, 2048",
     ),
     "selective: steps a chunk of packed sequences at most": (
         960,
@@ -404,12 +392,9 @@ def plan_linear(problem: LinearProblem, limits: DeviceLimits) -> LinearPlan:
     # More warps on a row until the chip is full, or the row covered. A block of eight over rows takes the registers of
     # a multiprocessor, half of them over pairs, and one over time 64 KiB of shared memory and some.
     large = teams * chunks <= limits.multiprocessors if lanes is Lanes.ROWS else limits.shared_memory > 66 << 10
-    shared = _threshold("linear: steps from which two warps share a row of float32 along time")
-    least = 2 if lanes is Lanes.TIME and problem.item_bytes == 4 and chunk >= shared else 1
-    enough = (
-        w for w in _WARPS if w >= least and (teams * chunks * w >= full or linear_tile(problem, lanes, w) >= chunk)
+    row_warps = next(
+        (w for w in _WARPS if teams * chunks * w >= full or linear_tile(problem, lanes, w) >= chunk), BLOCK_WARPS
     )
-    row_warps = next(enough, BLOCK_WARPS)
     row_warps = min(row_warps, BLOCK_WARPS if large or pairs else BLOCK_WARPS // 2)
     row_warps = min(force.get("row_warps", 1 if schedule is Schedule.SERIAL else row_warps), BLOCK_WARPS)
     if schedule is None:
@@ -650,8 +635,7 @@ def plan_selective(problem: SelectiveProblem, limits: DeviceLimits) -> Selective
     least = _threshold("selective: steps a chunk at least")
     warps = _warps(problem, tiles[0])
     wave = limits.multiprocessors * _threshold("selective: warps a multiprocessor that a split aims at") // warps
-    chunk = _ceil_div(problem.length, max(1, min(wave, problem.length // least)))  # a whole wave
-    chunk = min(chunk, _threshold("selective: steps a chunk at most"))
+    chunk = _ceil_div(problem.length, max(1, min(wave, problem.length // least)))  # a whole wave, and no more
     if problem.sequences > 1:  # more chunks, as they are uneven: they begin where sequences do
         chunk = min(chunk, _threshold("selective: steps a chunk of packed sequences at most"))
     chunk = force.get("chunk", _round_up(chunk, TILE_STEPS))
