@@ -223,7 +223,7 @@ def _tunable(plan: _Planner[Problem, Plan]) -> _Planner[Problem, Plan]:
             with forced(**order):
                 made = plan(problem, limits)
             if fit := _tuned.fit(name, problem, limits, made.order):
-                with forced(**_tuned.order_choices(problem, made.order), **fit):
+                with forced(**{**_tuned.order_choices(problem, made.order), **fit}):
                     fitted: Any = plan(problem, limits)
                 made = fitted if fitted.order == made.order else made  # a fit never changes a bit
         if (watching := _watching.get()) is not None:

@@ -400,6 +400,14 @@ def test_fits_are_used_on_their_chip_in_their_order():
     assert sorted(chips) == [[80, 108], [90, 132]]
 
 
+@pytest.mark.parametrize("planner", ["plan_linear", "plan_selective"])
+def test_a_fit_that_is_the_plans_own_changes_nothing(planner):
+    own = plan_of(planner)
+    _tuned.keep_fits([90, 132], [{**entry_of(planner, own.order), "fit": _tuned.as_json(own.fit)}])
+    assert _tuned.fit(planner, PROBLEMS[planner], H200, own.order)
+    assert plan_of(planner) == own
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"fits": 3}', '{"fits": [3, {}, {"function": "linear_scan"}]}'])
 def test_fits_that_cannot_be_read_are_not_there(text):
     own = plan_of("plan_linear")
