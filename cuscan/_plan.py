@@ -334,17 +334,21 @@ def pass_slots(lanes: Lanes, *, pairs: bool) -> int:
     return 2 * (4 * PASS_STEPS if lanes is Lanes.ROWS else 16 * PASS_ROUNDS[pairs])
 
 
+def _pass_memory(problem: LinearProblem, lanes: Lanes, row_warps: int) -> int:
+    """Bytes of shared memory of a block in one pass: slots, maps, and a KiB for what else there is."""
+    maps = PASS_WARPS * 2 * problem.state_bytes * (2 * 32 if lanes is Lanes.ROWS else 1)
+    return row_warps * 32 * pass_slots(lanes, pairs=_turns(problem, lanes)) + maps + 1024
+
+
 def _pass_warps(problem: LinearProblem, lanes: Lanes, limits: DeviceLimits) -> int:
     """Warps of a block in one pass: as many as leave memory for a second one and tiles for half of the chip."""
     pairs = _turns(problem, lanes)
     teams = _ceil_div(problem.rows, 32 if lanes is Lanes.ROWS else 1 + pairs)
     blocks = _threshold("linear: blocks a multiprocessor in one pass")
-    maps = PASS_WARPS * 2 * problem.state_bytes * (2 * 32 if lanes is Lanes.ROWS else 1)
-    slots = 32 * pass_slots(lanes, pairs=pairs)
 
     def fits(warps: int) -> bool:
         tiles = teams * _ceil_div(problem.length, linear_tile(problem, lanes, warps, one_pass=True))
-        memory = blocks * (warps * slots + maps + 2048)
+        memory = blocks * (_pass_memory(problem, lanes, warps) + 1024)  # what the chip takes for itself
         return 2 * tiles >= limits.multiprocessors and memory <= limits.shared_memory
 
     most = BLOCK_WARPS if pairs else PASS_WARPS  # of pairs a thread has twice the registers
@@ -376,6 +380,11 @@ def plan_linear(problem: LinearProblem, limits: DeviceLimits) -> LinearPlan:
     if split and in_one and force.get("one_pass", "chunk" not in force):
         row_warps = force.get("row_warps", _pass_warps(problem, lanes, limits))
         row_warps = min(row_warps, BLOCK_WARPS if _turns(problem, lanes) else PASS_WARPS)
+        if (needed := _pass_memory(problem, lanes, row_warps)) > limits.shared_memory:
+            raise ValueError(
+                f"one pass with {row_warps} warps on a row needs {needed} bytes of shared memory a block, and this "
+                f"device has {limits.shared_memory}"
+            )
         chunk = linear_tile(problem, lanes, row_warps, one_pass=True)
         chunks = _ceil_div(length, chunk)
         reason = (

@@ -226,6 +226,9 @@ def order_candidates(planner: str, problem: Any, limits: DeviceLimits, own: Any)
             lanes = {own.order.lanes, Lanes.ROWS if beside else Lanes.TIME}
             tries = [{**x, "lanes": y, "row_warps": w} for x in schedules for y in sorted(lanes, key=str)
                      for w in _tuned.WARPS if x["schedule"] is _named(x["schedule"], y, w)]  # fmt: skip
+            if own.order.one_pass:
+                tries += [{"schedule": Schedule.SPLIT, "one_pass": True, "lanes": own.order.lanes, "row_warps": w}
+                          for w in (*_tuned.WARPS, _plan.PASS_WARPS)]  # fmt: skip
         else:
             tries = [{**x, "tile": tile} for x in schedules for tile in _plan.selective_tiles(problem.kind)]
     found = {own.order: Candidate(own.order, getattr(own, "fit", None), _tuned.order_choices(problem, own.order))}

@@ -219,6 +219,14 @@ def test_one_pass_has_memory_for_two_blocks_and_work_for_many(lanes, length, sha
     assert 2 * 32 * warps * _plan.pass_slots(lanes, pairs=False) < shared << 10
 
 
+def test_one_pass_that_a_chip_has_no_memory_for_is_an_error():
+    problem = linear_problem(64, 1 << 20, time_fast=False)
+    with forced(schedule=Schedule.SPLIT, lanes=Lanes.ROWS, row_warps=16):
+        assert _plan.plan_linear(problem, H200).order.row_warps == 16
+        with pytest.raises(ValueError, match="one pass with 16 warps on a row needs 107520 bytes of shared memory a b"):
+            _plan.plan_linear(problem, DeviceLimits(89, 128, 99 << 10))
+
+
 def test_two_rows_that_take_turns_have_tiles_of_their_own():
     problem = LinearProblem(4, 4, 2, 1 << 27, time_fast=False, pairs=True)
     order = _plan.plan_linear(problem, H200).order

@@ -68,6 +68,12 @@ def test_every_candidate_is_an_order_that_can_be_forced(planner):
         assert {x.order.schedule for x in found} >= {Schedule.SERIAL, Schedule.SPLIT}
 
 
+def test_other_blocks_of_one_pass_are_tried():
+    problem = LinearProblem(4, 4, rows=1, length=1 << 28, time_fast=True)
+    found = tune.order_candidates("plan_linear", problem, H200, _plan.plan_linear(problem, H200))
+    assert {x.order.row_warps for x in found if x.order.one_pass} == {1, 2, 4, 8, 16}
+
+
 def test_tiles_and_warps_are_tried():
     found = tune.order_candidates("plan_selective", PROBLEMS["plan_selective"], H200, plan_of("plan_selective"))
     tiles = {(tile.states, tile.groups) for tile in _plan.selective_tiles(KIND)}
