@@ -259,8 +259,8 @@ class Lanes(Enum):
 class LinearProblem:
     """Sizes of a linear_scan.
 
-    time_fast: time is the axis whose items are closest in memory. pairs: two neighbouring rows may be one, as
-    LinearCall.adjacent has it.
+    time_fast: time is the axis whose items are closest in memory. pairs: two neighbouring rows may be one,
+    as may_pair has it.
     """
 
     item_bytes: int
