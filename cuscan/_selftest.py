@@ -12,7 +12,6 @@ import numpy as np
 
 from ._arrays import _dtype, accumulation, host_place
 from ._plan import (
-    ITEM_BYTES,
     DeviceLimits,
     Lanes,
     Schedule,
@@ -23,7 +22,7 @@ from ._plan import (
     selective_tiles,
     states_a_thread,
 )
-from ._source import backward_name, linear_backward_name, linear_name, selective_name, update_name
+from ._source import backward_name, linear_backward_name, linear_name, linear_shapes, selective_name, update_name
 from .linear import linear_scan
 from .linear_vjp import linear_scan_vjp
 from .selective import selective_scan
@@ -278,10 +277,7 @@ def _families(layouts: tuple[str, ...], item: str = ITEM) -> Iterator[Family]:
         packed = [(_packed(given, 333, (3,)), exact) for given, exact in inputs]
         name = _pair(linear_name(lanes, "apply", item, segmented=True))
         yield name, linear_scan, plans, cut + packed
-    one_pass = [(Lanes.TIME, False)] * (ITEM_BYTES[item] <= 4) + [(Lanes.ROWS, False), (Lanes.TIME, True)] * (
-        item == ITEM
-    )
-    for lanes, pairs in one_pass:
+    for lanes, pairs in linear_shapes("pass", item, segmented=False):
         shape, axis = ((2000, 2), 0) if pairs else ((3, 5000), 1)
         long = [(_cast(_linear_inputs(shape, axis, exact=exact), item), exact) for exact in (True, False)]
         plans = [{"schedule": Schedule.SPLIT, "lanes": lanes, "row_warps": 2}]

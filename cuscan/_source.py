@@ -122,6 +122,16 @@ def linear_name(lanes: Lanes, part: str, item: str, *, segmented: bool = False, 
     return "_".join(["linear_scan", lanes.value, part, *["segmented"] * segmented, *["pairs"] * pairs, item])
 
 
+def linear_shapes(part: str, item: str, *, segmented: bool) -> list[tuple[Lanes, bool]]:
+    """The linear_scan kernels of a part that there are: lanes, and whether a thread takes two rows."""
+    single, small = [(lanes, False) for lanes in Lanes], ITEM_BYTES[item] == 2
+    if part != "pass":
+        return [*single, (Lanes.ROWS, True)] if small and not segmented else single
+    if ITEM_BYTES[item] > 4 or segmented:
+        return []
+    return [(Lanes.TIME, False)] if small else [*single, (Lanes.TIME, True)]
+
+
 def _linear_bounds(lanes: Lanes, part: str, item: str, *, segmented: bool, pairs: bool) -> tuple[int, int]:
     """Threads of a block, and blocks a multiprocessor that the registers are bounded for."""
     if part == "pass":
@@ -141,18 +151,11 @@ def linear_source(item: str, *, segmented: bool = False) -> KernelSource:
 
     entries = {}
     # Summaries are in the accumulation type, and scanned by the same kernels.
-    one_pass = ITEM_BYTES[item] <= 4 and not segmented
-    wanted = [(item, part) for part in _LINEAR_PARTS if part != "pass" or one_pass]
+    wanted = [(item, part) for part in _LINEAR_PARTS]
     if accumulation(item) != item:
         wanted.append((accumulation(item), "apply"))
     for each, part in wanted:
-        small = ITEM_BYTES[each] == 2
-        shapes = [(lanes, False) for lanes in Lanes if not (small and part == "pass" and lanes is Lanes.ROWS)]
-        if part == "pass":
-            shapes += [(Lanes.TIME, True)] * (not small)
-        elif small and not segmented:
-            shapes.append((Lanes.ROWS, True))
-        for lanes, pairs in shapes:
+        for lanes, pairs in linear_shapes(part, each, segmented=segmented):
             name = linear_name(lanes, part, each, segmented=segmented, pairs=pairs)
             threads, blocks = _linear_bounds(lanes, part, each, segmented=segmented, pairs=pairs)
             items = f"Pair<{_CPP[each]}>" if pairs else _CPP[each]
