@@ -319,7 +319,7 @@ def _families(layouts: tuple[str, ...], item: str = ITEM) -> Iterator[Family]:
 def _linear_backward(item: str) -> Iterator[Family]:
     """Gradients of linear_scan, real inputs alone: sums over time are not exact."""
     given = _linear_inputs(exact=False)
-    h = oracle.linear_scan(**given).value
+    h = oracle.linear_scan(**given).value.astype(ITEM)
     inputs = [(_cast({"a": given["a"], "h": h, "grad_h": given["b"], "axis": 1}, item), False)]
     for lanes in Lanes:
         block: Arrays = {"schedule": Schedule.BLOCK, "lanes": lanes, "row_warps": 4}

@@ -62,6 +62,13 @@ def test_all_is_well():
     assert lines[1:] == [f"ok      4 at once               {FAMILY}", "Every check passed."]
 
 
+@pytest.mark.full
+def test_gradients_of_every_type_are_well():
+    lines = []
+    assert _selftest.run(lines.append, only="linear_scan_backward", every=True)
+    assert len(lines[1:]) == 2 * 4 + 1  # lanes over rows and over time, of four types
+
+
 def test_a_wrong_kernel_is_named(monkeypatch):
     broken(monkeypatch, RIGHT, SWAPPED)
     right, lines = run(_selftest.run)
